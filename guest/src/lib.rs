@@ -1,0 +1,1 @@
+//! The guest agent and its protocol, both ends.

@@ -1,0 +1,1 @@
+//! Disk layers, snapshot formats and the store.

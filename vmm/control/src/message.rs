@@ -1,0 +1,186 @@
+//! What the two sides say to each other.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// Most vCPUs of a machine.
+pub const MAX_VCPUS: u8 = 32;
+/// Least guest memory, in bytes: below it a stock kernel and its initramfs do not start.
+pub const MIN_MEMORY: u64 = 64 << 20;
+/// Most bytes of a kernel command line, without its NUL: Linux reads 2,048 with it.
+pub const MAX_CMDLINE: usize = 2047;
+/// Most disks of a machine.
+pub const MAX_DISKS: usize = 8;
+/// Most layers of one disk: a longer chain is flattened first.
+pub const MAX_LAYERS: usize = 64;
+/// Most initramfs archives, which are loaded back to back.
+pub const MAX_INITRDS: usize = 4;
+
+/// From the supervisor to the VMM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// Build the machine and run it. Descriptors, in this order: `/dev/kvm`; the kernel; each initramfs
+    /// archive; for each disk, its layers from the bottom: data then map (a raw base layer has data alone);
+    /// then, if `console` is set, the file that the serial console's output goes to.
+    Start(Config),
+    /// Connect to a vsock port of the guest. One descriptor: a connected stream socket, whose other end
+    /// the supervisor keeps. It is held until the guest's vsock driver is up. A refusal closes it.
+    Connect {
+        /// The guest's vsock port.
+        port: u32,
+    },
+    /// Report [`Event::Stats`].
+    Stats,
+    /// Stop the vCPUs, drain the disks, and end with [`Event::Stopped`].
+    Stop,
+}
+
+/// A machine, as the supervisor asks for it. Descriptors come with the message.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Number of vCPUs, 1 to [`MAX_VCPUS`].
+    pub vcpus: u8,
+    /// Guest memory in bytes, a multiple of 4 KiB.
+    pub memory: u64,
+    /// The kernel command line.
+    pub cmdline: String,
+    /// How many initramfs archives come with the message.
+    pub initrds: u8,
+    /// The disks, in the order in which the guest sees them (`vda`, `vdb`, …).
+    pub disks: Vec<Disk>,
+    /// Whether there is a serial console (`ttyS0`, output only).
+    pub console: bool,
+}
+
+/// One disk: a chain of layers, the last of them live unless the disk is read-only.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// What the guest reads as the disk's serial number, at most 20 ASCII bytes.
+    pub serial: String,
+    /// Refuse writes. Every layer is then immutable.
+    pub read_only: bool,
+    /// Whether the bottom layer is a raw image, without a map.
+    pub raw_base: bool,
+    /// Number of layers, 1 to [`MAX_LAYERS`].
+    pub layers: u8,
+    /// Number of request queues, 1 to 8.
+    pub queues: u8,
+}
+
+/// From the VMM to the supervisor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Event {
+    /// The machine was built and its vCPUs run.
+    Running,
+    /// The machine could not be built. Nothing ran.
+    Refused {
+        /// Names the thing, the value and the reason.
+        error: String,
+    },
+    /// The host's file system is full: writes of this disk wait until there is room.
+    DiskFull {
+        /// The disk's index.
+        disk: u8,
+    },
+    /// The host's file system has room again.
+    DiskRoom {
+        /// The disk's index.
+        disk: u8,
+    },
+    /// The answer to [`Request::Stats`].
+    Stats(Stats),
+    /// The machine ended. The VMM exits after this.
+    Stopped {
+        /// Why.
+        reason: StopReason,
+        /// What it had done.
+        stats: Stats,
+    },
+}
+
+/// Why a machine ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum StopReason {
+    /// The guest powered off.
+    PowerOff,
+    /// The guest reset the machine: a reboot, or the end of a panic. `by` says which of the ways it took.
+    Reset {
+        /// `acpi`, `keyboard` or `triple-fault`.
+        by: String,
+    },
+    /// The supervisor asked, or went away.
+    Asked,
+    /// A disk failed for good: its data may not be on the medium.
+    StorageFailed {
+        /// The disk's index.
+        disk: u8,
+        /// What the host's kernel said.
+        error: String,
+    },
+    /// KVM could not go on running the guest.
+    KvmFailed {
+        /// What KVM said.
+        error: String,
+    },
+}
+
+/// Counters of one machine, from its start.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Stats {
+    /// Exits to user space until now.
+    pub exits: ExitCounts,
+    /// Exits to user space when the guest wrote a mark to port 0x3f0, by mark. A guest may write any byte
+    /// there, and only the first of each counts: these are for measuring, nothing relies on them.
+    pub marks: BTreeMap<u8, ExitCounts>,
+    /// Each disk's counters.
+    pub blocks: Vec<BlockStats>,
+    /// Bytes of vsock payload to the guest.
+    pub vsock_to_guest: u64,
+    /// Bytes of vsock payload from the guest.
+    pub vsock_from_guest: u64,
+}
+
+/// Exits to user space, by kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExitCounts {
+    /// All of them.
+    pub total: u64,
+    /// Reads of I/O ports.
+    pub port_reads: u64,
+    /// Writes to I/O ports.
+    pub port_writes: u64,
+    /// Reads of addresses without memory.
+    pub mmio_reads: u64,
+    /// Writes to addresses without memory, virtio registers among them.
+    pub mmio_writes: u64,
+    /// Interrupted by a signal of ours.
+    pub interrupted: u64,
+    /// Anything else.
+    pub other: u64,
+}
+
+/// Counters of one disk.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockStats {
+    /// Requests completed.
+    pub requests: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// Bytes read by the guest.
+    pub read_bytes: u64,
+    /// Bytes written by the guest.
+    pub written_bytes: u64,
+    /// Interrupts raised.
+    pub interrupts: u64,
+    /// Wake-ups of the disk's thread.
+    pub wakeups: u64,
+}
