@@ -1,1 +1,12 @@
-//! The virtual machine monitor.
+//! The virtual machine monitor: boots an unmodified Linux kernel on KVM, with virtio-mmio devices.
+//!
+//! Threads: one event loop, which owns every device; one thread for each vCPU, which owns no device and takes no
+//! lock; one thread for each disk queue, which is the only one that touches a disk. The VMM opens no path: what
+//! it uses arrives as descriptors over the control socket (see the crate `vmm-control`).
+
+pub mod acpi;
+pub mod boot;
+pub mod layout;
+pub mod memory;
+pub mod cpuid;
+pub mod serial;
