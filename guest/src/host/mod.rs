@@ -1,0 +1,224 @@
+//! The supervisor's end of the agent's protocol. Everything that arrives here comes from a hostile machine: every
+//! frame is bounded, nothing is allocated by a number that the guest chose, and nothing it sends can panic.
+//!
+//! [`Agent`] keeps one control connection and makes it anew when it breaks; [`Exec`] moves the bytes of one command
+//! over connections of their own, which resume at the byte where the last one broke.
+//!
+//! ```no_run
+//! use guest::{host::{Agent, Dial, Welcome}, message::ExecSpec};
+//! use std::{sync::Arc, time::{Duration, Instant}};
+//! fn run(dial: Arc<dyn Dial>) -> Result<u8, guest::host::AgentError> {
+//!     let welcome = Welcome { entropy: vec![0; 32], hostname: "box".into() };
+//!     let agent = Agent::connect(dial, &welcome, Instant::now() + Duration::from_secs(60))?;
+//!     let exec = agent.exec(ExecSpec::command("main", vec!["uname".into(), "-a".into()]))?;
+//!     exec.copy_stdout(&mut std::io::stdout())?;
+//!     Ok(exec.wait()?.status())
+//! }
+//! ```
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+
+mod control;
+mod error;
+mod input;
+mod link;
+mod output;
+
+pub use error::AgentError;
+
+use crate::message::{About, Action, ExecSpec, ExitRecord, Stream, valid_id};
+use control::Control;
+use std::{
+    io::{self, Read, Write},
+    os::unix::net::UnixStream,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Makes connections to the guest.
+pub trait Dial: Send + Sync {
+    /// A fresh connection to a port of the guest, in blocking mode; called again after every reset. An error of kind
+    /// [`io::ErrorKind::ConnectionAborted`] says that the machine is gone for good; after any other it is tried again.
+    ///
+    /// # Errors
+    /// There is no connection to be had now, or ever.
+    fn dial(&self, port: u32) -> io::Result<UnixStream>;
+}
+
+/// What a machine is told before anything runs in it. The wall clock is read when it is sent.
+#[derive(Clone)]
+pub struct Welcome {
+    /// Fresh random bytes for the guest's pool, 32 to [`MAX_ENTROPY`](crate::message::MAX_ENTROPY).
+    pub entropy: Vec<u8>,
+    /// Host name of the workload.
+    pub hostname: String,
+}
+
+impl std::fmt::Debug for Welcome {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Welcome").field("hostname", &self.hostname).finish_non_exhaustive()
+    }
+}
+
+/// The agent of one machine. Clones are handles to the same; the last one's end closes the control connection.
+#[derive(Debug, Clone)]
+pub struct Agent {
+    control: Arc<Control>,
+    about: Arc<About>,
+}
+
+impl Agent {
+    /// Connects for the first time, trying every 100 ms until the agent answers, and welcomes the machine.
+    ///
+    /// # Errors
+    /// The deadline passed ([`AgentError::Late`], with what the last attempt met), the machine is gone, there is no
+    /// version in common, or the welcome was refused.
+    pub fn connect(dial: Arc<dyn Dial>, welcome: &Welcome, deadline: Instant) -> Result<Agent, AgentError> {
+        let (control, about) = Control::connect(dial, deadline)?;
+        let agent = Agent { control, about: Arc::new(about) };
+        agent.control.call(control::welcome(welcome))?;
+        Ok(agent)
+    }
+
+    /// Versions, capabilities, kernel, memory: as the agent said at the first connection.
+    #[must_use]
+    pub fn about(&self) -> &About {
+        &self.about
+    }
+
+    /// Starts something. That it could not be started (no such command, no such user…) is an exit record, not an
+    /// error.
+    ///
+    /// # Errors
+    /// The spec breaks a rule, the agent refused it, or the machine is gone.
+    pub fn exec(&self, spec: ExecSpec) -> Result<Exec, AgentError> {
+        spec.check()?;
+        let exec = Exec { control: Arc::clone(&self.control), id: spec.id.clone() };
+        exec.control.expect_record(&exec.id);
+        // If this fails, dropping `exec` releases what may have been started all the same.
+        exec.control.call(Action::Exec(Box::new(spec)))?;
+        Ok(exec)
+    }
+
+    /// An exec that was started over another connection, by its id. Its streams begin at the oldest byte that nobody
+    /// acknowledged, so a caller that has some already must say how many: see [`Exec::copy_stdout_from`].
+    ///
+    /// # Errors
+    /// The id breaks the rule.
+    pub fn attach(&self, id: &str) -> Result<Exec, AgentError> {
+        if !valid_id(id) {
+            return Err(crate::message::SpecError::Id(id.to_owned()).into());
+        }
+        let exec = Exec { control: Arc::clone(&self.control), id: id.to_owned() };
+        exec.control.expect_record(id);
+        Ok(exec)
+    }
+
+    /// Ends the workload (SIGTERM, then SIGKILL after `grace`; at once if it is zero), unmounts and powers off.
+    /// Returns when the agent has said that it will; the machine's end is seen where the machine is.
+    ///
+    /// # Errors
+    /// The machine is gone already.
+    pub fn poweroff(&self, grace: Duration) -> Result<(), AgentError> {
+        self.control.call(Action::Poweroff { grace_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX) })
+    }
+
+    /// Writes all that the guest's kernel holds to its disk.
+    ///
+    /// # Errors
+    /// The agent refused, or the machine is gone.
+    pub fn sync(&self) -> Result<(), AgentError> {
+        self.control.call(Action::Sync)
+    }
+}
+
+/// One command in the machine. Dropping it tells the agent to forget it, which a command that still runs survives:
+/// signal it first, and wait. The pumps block, and are meant to be called each from a thread of its own; they outlive
+/// connection resets without losing or doubling a byte.
+#[derive(Debug)]
+pub struct Exec {
+    control: Arc<Control>,
+    id: String,
+}
+
+impl Exec {
+    /// Its id.
+    #[must_use]
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// Copies input to the command until `from` ends, then announces the end; returns the bytes that the command's
+    /// side accepted. Returns early, without error, when the command has closed its input or ended.
+    ///
+    /// It cannot interrupt `from.read`: whoever owns `from` must make it return (shut the socket down, close the
+    /// pipe) after [`Exec::wait`] has returned; what that last read gave is dropped.
+    ///
+    /// # Errors
+    /// `from` failed, the exec has no input stream, or the machine is gone.
+    pub fn copy_stdin(&self, from: &mut dyn Read) -> Result<u64, AgentError> {
+        input::copy(&self.control, &self.id, from)
+    }
+
+    /// Copies the command's output until its announced end; returns its length.
+    ///
+    /// # Errors
+    /// `to` failed, or the machine is gone.
+    pub fn copy_stdout(&self, to: &mut dyn Write) -> Result<u64, AgentError> {
+        output::copy(&self.control, &self.id, Stream::Stdout, 0, to)
+    }
+
+    /// As [`Exec::copy_stdout`], for a caller that has the first `have` bytes from an earlier connection.
+    ///
+    /// # Errors
+    /// As there, or the agent does not hold the bytes that follow.
+    pub fn copy_stdout_from(&self, have: u64, to: &mut dyn Write) -> Result<u64, AgentError> {
+        output::copy(&self.control, &self.id, Stream::Stdout, have, to)
+    }
+
+    /// Copies the command's error output until its announced end, which comes at once with a terminal.
+    ///
+    /// # Errors
+    /// As [`Exec::copy_stdout`].
+    pub fn copy_stderr(&self, to: &mut dyn Write) -> Result<u64, AgentError> {
+        output::copy(&self.control, &self.id, Stream::Stderr, 0, to)
+    }
+
+    /// As [`Exec::copy_stdout_from`], of the error output.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn copy_stderr_from(&self, have: u64, to: &mut dyn Write) -> Result<u64, AgentError> {
+        output::copy(&self.control, &self.id, Stream::Stderr, have, to)
+    }
+
+    /// Waits for the command to end.
+    ///
+    /// # Errors
+    /// The machine is gone without a record: that is a failure, never a success.
+    pub fn wait(&self) -> Result<ExitRecord, AgentError> {
+        self.control.record(&self.id)
+    }
+
+    /// Sends a signal to the command's main process, or to every process of its cgroup.
+    ///
+    /// # Errors
+    /// The agent refused, or the machine is gone. A command that has ended already is no error.
+    pub fn signal(&self, signal: i32, whole: bool) -> Result<(), AgentError> {
+        self.control.call(Action::Signal { exec: self.id.clone(), signal, whole })
+    }
+
+    /// Sets the size of the command's terminal.
+    ///
+    /// # Errors
+    /// It has none, or the machine is gone.
+    pub fn resize(&self, rows: u16, cols: u16) -> Result<(), AgentError> {
+        self.control.call(Action::Resize { exec: self.id.clone(), rows, cols })
+    }
+}
+
+impl Drop for Exec {
+    fn drop(&mut self) {
+        self.control.forget(&self.id);
+    }
+}
