@@ -1,1 +1,5 @@
 //! Disk layers, snapshot formats and the store.
+
+#![forbid(unsafe_code)]
+
+pub mod disk;
