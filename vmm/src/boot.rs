@@ -9,7 +9,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use kvm_bindings::{kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs};
 use linux_loader::loader::elf::{Elf, PvhBootCapability};
 use linux_loader::loader::{KernelLoader, KernelLoaderResult};
-use vm_memory::{Bytes, GuestAddress, GuestMemory as _};
+use vm_memory::{Bytes, GuestAddress};
 
 use crate::acpi;
 use crate::layout;

@@ -6,7 +6,13 @@
 
 pub mod acpi;
 pub mod boot;
-pub mod layout;
-pub mod memory;
 pub mod cpuid;
+pub mod event_loop;
+pub mod layout;
+pub mod machine;
+pub mod mailbox;
+pub mod memory;
 pub mod serial;
+pub mod vcpu;
+pub mod virtio;
+pub mod vsock;

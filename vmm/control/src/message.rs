@@ -141,10 +141,6 @@ pub struct Stats {
     pub marks: BTreeMap<u8, ExitCounts>,
     /// Each disk's counters.
     pub blocks: Vec<BlockStats>,
-    /// Bytes of vsock payload to the guest.
-    pub vsock_to_guest: u64,
-    /// Bytes of vsock payload from the guest.
-    pub vsock_from_guest: u64,
 }
 
 /// Exits to user space, by kind.

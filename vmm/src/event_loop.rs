@@ -1,0 +1,273 @@
+//! The loop that owns every device, answers the supervisor and ends the machine.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
+use std::sync::Arc;
+
+use rustix::event::epoll;
+use vmm_control::{ControlError, ControlSocket, Event, ExitCounts, Request, Stats, StopReason};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::machine::{Console, Machine, VSOCK};
+use crate::mailbox::{Inbox, Mailbox, Message};
+use crate::vcpu::{self, Handle, Shared};
+use crate::virtio::device::Device;
+use crate::virtio::mmio::{Transport, Written};
+
+/// Most bytes that a console writes to its file: the rest is dropped, so a chatty guest fills no disk.
+pub const CONSOLE_LIMIT: usize = 16 << 20;
+
+const CONTROL: u64 = u64::MAX;
+const MAILBOX: u64 = u64::MAX - 1;
+const SOCKETS: u64 = u64::MAX - 2;
+
+/// A machine whose vCPUs run.
+#[derive(Debug)]
+pub struct EventLoop {
+    control: ControlSocket,
+    machine: Running,
+    marks: BTreeMap<u8, ExitCounts>,
+    /// vCPUs that wait for the reset of a device.
+    resetting: Vec<(usize, Sender<()>)>,
+    console_left: usize,
+}
+
+#[derive(Debug)]
+struct Running {
+    // Dropped last: it keeps the eventfds' registrations alive.
+    _vm: kvm_ioctls::VmFd,
+    _absorbed: Vec<EventFd>,
+    shared: Arc<Shared>,
+    transports: Vec<Transport>,
+    kicks: Vec<(usize, EventFd)>,
+    console: Option<Console>,
+    vcpus: Vec<Handle>,
+}
+
+impl EventLoop {
+    /// Starts the vCPUs.
+    pub fn start(machine: Machine, control: ControlSocket, mailbox: &Mailbox) -> std::io::Result<Self> {
+        vcpu::prepare_kicks();
+        let mut vcpus = Vec::new();
+        for (id, fd) in (0u8..).zip(machine.vcpus) {
+            vcpus.push(Handle::start(id, fd, machine.shared.clone(), mailbox.clone())?);
+        }
+        let machine = Running {
+            _vm: machine.vm,
+            _absorbed: machine.absorbed,
+            shared: machine.shared,
+            transports: machine.transports,
+            kicks: machine.kicks,
+            console: machine.console,
+            vcpus,
+        };
+        let (marks, resetting) = (BTreeMap::new(), Vec::new());
+        Ok(Self { control, machine, marks, resetting, console_left: CONSOLE_LIMIT })
+    }
+
+    /// Runs until the machine ends, tells the supervisor why, and returns.
+    pub fn run(mut self, inbox: Inbox) -> std::io::Result<()> {
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let add = |fd: BorrowedFd<'_>, token| {
+            epoll::add(&poll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
+        };
+        add(self.control.as_fd(), CONTROL)?;
+        add(as_fd(inbox.wake_fd()), MAILBOX)?;
+        for (token, (_, kick)) in (0u64..).zip(&self.machine.kicks) {
+            add(as_fd(kick), token)?;
+        }
+        if let Some(Device::Vsock(device)) = self.device(VSOCK) {
+            epoll::add(&poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), epoll::EventFlags::empty())?;
+        }
+        let mut events = Vec::with_capacity(64);
+        let reason = 'machine: loop {
+            events.clear();
+            match epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            for event in &events {
+                let stop = match event.data.u64() {
+                    CONTROL => self.on_control(),
+                    MAILBOX => {
+                        let stop = self.on_mailbox(&inbox);
+                        self.watch_sockets(&poll)?;
+                        stop
+                    }
+                    SOCKETS => {
+                        self.serve_sockets();
+                        None
+                    }
+                    kick => {
+                        self.on_kick(usize::try_from(kick).unwrap_or(usize::MAX));
+                        None
+                    }
+                };
+                if let Some(reason) = stop {
+                    break 'machine reason;
+                }
+            }
+        };
+        self.end(reason, inbox);
+        Ok(())
+    }
+
+    fn device(&mut self, index: usize) -> Option<&mut Device> {
+        self.machine.transports.get_mut(index).map(|transport| &mut transport.device)
+    }
+
+    /// One message of the supervisor. Its end, or nonsense from it, ends the machine.
+    fn on_control(&mut self) -> Option<StopReason> {
+        match self.control.receive::<Request>() {
+            Ok((Request::Connect { port }, mut descriptors)) => {
+                let stream: Option<OwnedFd> = descriptors.pop();
+                if let (Some(stream), Some(Device::Vsock(device))) = (stream, self.device(VSOCK)) {
+                    // A refused descriptor is closed, which the supervisor sees.
+                    device.connect(stream, port);
+                }
+                None
+            }
+            Ok((Request::Stats, _)) => {
+                let _ = self.control.send(&Event::Stats(self.stats()), &[]);
+                None
+            }
+            Ok((Request::Stop | Request::Start(_), _)) => Some(StopReason::Asked),
+            Err(ControlError::TooManyDescriptors) => None,
+            Err(_) => Some(StopReason::Asked),
+        }
+    }
+
+    fn on_mailbox(&mut self, inbox: &Inbox) -> Option<StopReason> {
+        // Reset first: what arrives while we look wakes us again.
+        let _ = inbox.wake_fd().read();
+        while let Some(message) = inbox.next() {
+            match message {
+                Message::RegisterWrite { device, offset, value, done } => {
+                    let Some(transport) = self.machine.transports.get_mut(device) else { continue };
+                    if transport.write(offset, value) == Written::Resetting {
+                        self.resetting.push((device, done));
+                    } else {
+                        let _ = done.send(());
+                    }
+                }
+                Message::Mark(mark, counts) => {
+                    self.marks.entry(mark).or_insert(counts);
+                }
+                Message::QueueReleased { device } => self.on_released(device),
+                Message::QueueBroken { device } => self.broken(device),
+                Message::DiskFull { disk, full } => {
+                    let event = if full { Event::DiskFull { disk } } else { Event::DiskRoom { disk } };
+                    let _ = self.control.send(&event, &[]);
+                }
+                Message::Stop(reason) => return Some(reason),
+            }
+        }
+        self.write_console();
+        None
+    }
+
+    /// A disk's thread gave its queue back. After the last, the vCPU that reset the device goes on.
+    fn on_released(&mut self, device: usize) {
+        let Some(transport) = self.machine.transports.get_mut(device) else { return };
+        if let Device::Block(block) = &mut transport.device
+            && block.released()
+        {
+            transport.finish_reset();
+            self.resetting.retain(|(waiting, done)| {
+                if *waiting == device {
+                    let _ = done.send(());
+                }
+                *waiting != device
+            });
+        }
+    }
+
+    fn broken(&mut self, device: usize) {
+        if let Some(transport) = self.machine.transports.get_mut(device) {
+            transport.needs_reset();
+        }
+    }
+
+    fn on_kick(&mut self, index: usize) {
+        let Some((device, kick)) = self.machine.kicks.get(index) else { return };
+        let device = *device;
+        let _ = kick.read();
+        let broken = match self.device(device) {
+            Some(Device::Vsock(sockets)) => sockets.process().is_err(),
+            Some(Device::Rng(rng)) => rng.process().is_err(),
+            _ => false,
+        };
+        if broken {
+            self.broken(device);
+        }
+    }
+
+    fn serve_sockets(&mut self) {
+        if let Some(Device::Vsock(device)) = self.device(VSOCK)
+            && device.process().is_err()
+        {
+            self.broken(VSOCK);
+        }
+    }
+
+    /// Host sockets wait while the guest has no driver for them.
+    fn watch_sockets(&mut self, poll: &OwnedFd) -> std::io::Result<()> {
+        let Some(Device::Vsock(device)) = self.device(VSOCK) else { return Ok(()) };
+        let flags = if device.is_active() { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
+        Ok(epoll::modify(poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), flags)?)
+    }
+
+    fn write_console(&mut self) {
+        let Some(console) = &mut self.machine.console else { return };
+        let mut bytes: Vec<u8> = console.bytes.try_iter().collect();
+        bytes.truncate(self.console_left);
+        self.console_left = self.console_left.saturating_sub(bytes.len());
+        if console.file.write_all(&bytes).is_err() {
+            self.console_left = 0;
+        }
+    }
+
+    fn stats(&self) -> Stats {
+        let transports = &self.machine.transports;
+        let blocks = transports.iter().filter_map(|transport| match &transport.device {
+            Device::Block(block) => Some(block.stats()),
+            _ => None,
+        });
+        Stats {
+            exits: self.machine.shared.exits.counts(),
+            marks: self.marks.clone(),
+            blocks: blocks.collect(),
+        }
+    }
+
+    /// Stops the vCPUs, then lets the disks finish what they hold, then reports.
+    fn end(mut self, reason: StopReason, inbox: Inbox) {
+        self.machine.shared.stopping.store(true, Ordering::Release);
+        // A vCPU that waits for a register write hears that nobody answers any more.
+        self.resetting.clear();
+        drop(inbox);
+        for vcpu in &self.machine.vcpus {
+            vcpu.kick();
+        }
+        for vcpu in std::mem::take(&mut self.machine.vcpus) {
+            vcpu.join();
+        }
+        self.write_console();
+        let stats = self.stats();
+        for transport in self.machine.transports {
+            if let Device::Block(block) = transport.device {
+                block.end();
+            }
+        }
+        let _ = self.control.send(&Event::Stopped { reason, stats }, &[]);
+    }
+}
+
+fn as_fd(fd: &EventFd) -> BorrowedFd<'_> {
+    use std::os::fd::AsRawFd;
+    // SAFETY: the descriptor belongs to the eventfd, which outlives the borrow.
+    unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) }
+}

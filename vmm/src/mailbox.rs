@@ -1,0 +1,95 @@
+//! What the other threads tell the event loop, and how they wake it.
+//!
+//! Every sender has at most one message under way that it waits for, or sends one kind of message once, so the
+//! channel is bounded by the number of threads (and 256 marks), whatever a guest does.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use vmm_control::{ExitCounts, StopReason};
+use vmm_sys_util::eventfd::EventFd;
+
+/// From a thread to the event loop.
+#[derive(Debug)]
+pub enum Message {
+    /// A vCPU wrote a register of a virtio device, and waits until `done` hears from the loop.
+    RegisterWrite {
+        /// Index of the device.
+        device: usize,
+        /// Offset in its window.
+        offset: u64,
+        /// Value, 32 bits.
+        value: u32,
+        /// The waiting vCPU.
+        done: Sender<()>,
+    },
+    /// The guest wrote this mark for the first time, after so many exits.
+    Mark(u8, ExitCounts),
+    /// The machine is to end.
+    Stop(StopReason),
+    /// A queue's thread let go of its queue, as it was told to.
+    QueueReleased {
+        /// Index of the device.
+        device: usize,
+    },
+    /// The guest broke the ring of a queue: the device needs a reset.
+    QueueBroken {
+        /// Index of the device.
+        device: usize,
+    },
+    /// The host's file system is full (`true`), or has room again.
+    DiskFull {
+        /// Index of the disk.
+        disk: u8,
+        /// Full, or no longer.
+        full: bool,
+    },
+}
+
+/// Sends messages to the event loop.
+#[derive(Debug, Clone)]
+pub struct Mailbox {
+    sender: Sender<Message>,
+    wake: Arc<EventFd>,
+}
+
+/// The event loop's end.
+#[derive(Debug)]
+pub struct Inbox {
+    receiver: Receiver<Message>,
+    wake: Arc<EventFd>,
+}
+
+/// Makes both ends.
+pub fn mailbox() -> std::io::Result<(Mailbox, Inbox)> {
+    let wake = Arc::new(EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC)?);
+    let (sender, receiver) = channel();
+    Ok((Mailbox { sender, wake: wake.clone() }, Inbox { receiver, wake }))
+}
+
+impl Mailbox {
+    /// Sends a message. Returns whether the loop is still there to read it.
+    pub fn send(&self, message: Message) -> bool {
+        let sent = self.sender.send(message).is_ok();
+        self.wake();
+        sent
+    }
+
+    /// Wakes the loop without a message.
+    pub fn wake(&self) {
+        // The only failure is a full counter, which wakes as well.
+        let _ = self.wake.write(1);
+    }
+}
+
+impl Inbox {
+    /// Readable when there is something to do.
+    pub fn wake_fd(&self) -> &EventFd {
+        &self.wake
+    }
+
+    /// The next message, if there is one.
+    pub fn next(&self) -> Option<Message> {
+        self.receiver.try_recv().ok()
+    }
+}

@@ -1,0 +1,337 @@
+//! The disk device: a virtio-blk front of a layered disk, with a thread of its own for each queue.
+//!
+//! The event loop holds a [`Block`], which speaks with the transport; each queue's thread owns its queue while the
+//! driver runs, and nothing else shares it. Guest kicks wake the thread directly (ioeventfd), and it raises the
+//! interrupt directly (irqfd): the event loop sees neither.
+#![deny(clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use snapshot::disk::{Disk, DiskError};
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
+    VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
+};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use vmm_control::{BlockStats, StopReason};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::device::Reset;
+use super::request::{ID_LENGTH, MAX_RANGE_SECTORS, MAX_RANGES, Request, SECTOR, io_error};
+use crate::mailbox::{Mailbox, Message};
+use crate::memory::Ram;
+
+/// Descriptors of a queue. A request of 1 MiB in 4 KiB pieces fits.
+const QUEUE_SIZE: u16 = 512;
+/// Most pieces of data in a request: what fits a queue beside header and status.
+const SEG_MAX: u32 = 510;
+/// How often a full host is asked again.
+const FULL_RETRY: Duration = Duration::from_secs(1);
+
+/// What a queue's thread needs to know of its disk.
+#[derive(Debug, Clone)]
+pub struct Backing {
+    /// The layers.
+    pub disk: Arc<Disk>,
+    /// Index among the devices.
+    pub device: usize,
+    /// Index among the disks.
+    pub index: u8,
+    /// What the guest reads as the disk's id.
+    pub id: [u8; ID_LENGTH],
+    /// Guest memory.
+    pub ram: Ram,
+    /// Raises the device's interrupt.
+    pub interrupt: Arc<EventFd>,
+    /// To the event loop.
+    pub mailbox: Mailbox,
+    /// Counters of all queues together.
+    pub counters: Arc<Counters>,
+}
+
+/// Counters of a disk.
+#[derive(Debug, Default)]
+pub struct Counters {
+    requests: AtomicU64,
+    failed: AtomicU64,
+    read_bytes: AtomicU64,
+    written_bytes: AtomicU64,
+    interrupts: AtomicU64,
+    wakeups: AtomicU64,
+}
+
+impl Counters {
+    /// What was counted until now.
+    pub fn stats(&self) -> BlockStats {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        BlockStats {
+            requests: load(&self.requests),
+            failed: load(&self.failed),
+            read_bytes: load(&self.read_bytes),
+            written_bytes: load(&self.written_bytes),
+            interrupts: load(&self.interrupts),
+            wakeups: load(&self.wakeups),
+        }
+    }
+}
+
+fn add(counter: &AtomicU64, n: u64) {
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+/// The device, as the transport sees it.
+#[derive(Debug)]
+pub struct Block {
+    backing: Backing,
+    read_only: bool,
+    workers: Vec<Worker>,
+    /// Queues that threads hold, or have not yet given back.
+    held: usize,
+}
+
+#[derive(Debug)]
+struct Worker {
+    commands: Sender<Command>,
+    kick: EventFd,
+    active: bool,
+    thread: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+enum Command {
+    Serve(Box<Queue>),
+    Release,
+    End,
+}
+
+impl Block {
+    /// Starts a thread for each of `kicks`, which are what the guest's notifications arrive on.
+    pub fn new(backing: Backing, read_only: bool, kicks: Vec<EventFd>) -> std::io::Result<Self> {
+        let mut workers = Vec::new();
+        for (queue, kick) in kicks.into_iter().enumerate() {
+            let (commands, inbox) = channel();
+            let server = Server { backing: backing.clone(), kick: kick.try_clone()?, inbox, queue: None };
+            let thread = std::thread::Builder::new()
+                .name(format!("blk{}.{queue}", backing.index))
+                .stack_size(256 << 10)
+                .spawn(move || server.run())?;
+            workers.push(Worker { commands, kick, active: false, thread });
+        }
+        Ok(Self { backing, read_only, workers, held: 0 })
+    }
+
+    /// The disk's counters.
+    pub fn stats(&self) -> BlockStats {
+        self.backing.counters.stats()
+    }
+
+    pub(super) fn features(&self) -> u64 {
+        let mut features = 1 << VIRTIO_BLK_F_BLK_SIZE | 1 << VIRTIO_BLK_F_FLUSH | 1 << VIRTIO_BLK_F_SEG_MAX;
+        if self.workers.len() > 1 {
+            features |= 1 << VIRTIO_BLK_F_MQ;
+        }
+        if self.read_only {
+            features |= 1 << VIRTIO_BLK_F_RO;
+        } else {
+            features |= 1 << VIRTIO_BLK_F_DISCARD | 1 << VIRTIO_BLK_F_WRITE_ZEROES;
+        }
+        features
+    }
+
+    /// `struct virtio_blk_config` of virtio 1.2, section 5.2.4, up to the write-zeroes fields.
+    pub(super) fn config(&self) -> Vec<u8> {
+        let block = u32::try_from(snapshot::disk::BLOCK).unwrap_or(0);
+        let sectors_a_block = (snapshot::disk::BLOCK / SECTOR) as u32;
+        let mut config = (self.backing.disk.size() / SECTOR).to_le_bytes().to_vec();
+        config.extend(0u32.to_le_bytes()); // size_max: not offered
+        config.extend(SEG_MAX.to_le_bytes());
+        config.extend([0; 4]); // geometry: not offered
+        config.extend(block.to_le_bytes());
+        config.extend([0; 8]); // topology: not offered
+        config.extend([0, 0]); // writeback: not offered
+        config.extend((self.workers.len() as u16).to_le_bytes());
+        config.extend(MAX_RANGE_SECTORS.to_le_bytes());
+        config.extend((MAX_RANGES as u32).to_le_bytes());
+        config.extend(sectors_a_block.to_le_bytes()); // discard alignment
+        config.extend(MAX_RANGE_SECTORS.to_le_bytes());
+        config.extend((MAX_RANGES as u32).to_le_bytes());
+        config.extend([1, 0, 0, 0]); // write-zeroes may unmap
+        config
+    }
+
+    pub(super) fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; self.workers.len()]
+    }
+
+    pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, _: u64) -> bool {
+        for (worker, queue) in self.workers.iter_mut().zip(queues) {
+            if let Some(queue) = queue {
+                worker.active = worker.tell(Command::Serve(Box::new(queue)));
+                self.held = self.held.saturating_add(usize::from(worker.active));
+            }
+        }
+        self.held > 0
+    }
+
+    pub(super) fn reset(&mut self) -> Reset {
+        for worker in &mut self.workers {
+            if std::mem::take(&mut worker.active) {
+                worker.tell(Command::Release);
+            }
+        }
+        if self.held == 0 { Reset::Done } else { Reset::Pending }
+    }
+
+    /// A thread gave its queue back. Returns whether that was the last.
+    pub fn released(&mut self) -> bool {
+        self.held = self.held.saturating_sub(1);
+        self.held == 0
+    }
+
+    /// Lets every thread finish the request that it holds, and waits for them.
+    pub fn end(self) {
+        for worker in &self.workers {
+            worker.tell(Command::End);
+        }
+        for worker in self.workers {
+            // A panic aborts the process, so there is no other outcome to report.
+            let _ = worker.thread.join();
+        }
+    }
+
+    pub(super) fn interrupt(&self) {
+        let _ = self.backing.interrupt.write(1);
+    }
+}
+
+impl Worker {
+    fn tell(&self, command: Command) -> bool {
+        let told = self.commands.send(command).is_ok();
+        let _ = self.kick.write(1);
+        told
+    }
+}
+
+/// One queue's thread.
+struct Server {
+    backing: Backing,
+    kick: EventFd,
+    inbox: Receiver<Command>,
+    queue: Option<Box<Queue>>,
+}
+
+/// Why serving stopped before the queue was empty.
+enum Pause {
+    /// The guest broke the ring.
+    Broken,
+    /// The event loop wants the queue, or the thread, back while the host is full.
+    Told(Command),
+}
+
+impl Server {
+    fn run(mut self) {
+        // One blocking read for each wake-up, for kicks and commands alike.
+        while self.kick.read().is_ok() {
+            add(&self.backing.counters.wakeups, 1);
+            let mut told = None;
+            loop {
+                while let Some(command) = told.take().or_else(|| self.inbox.try_recv().ok()) {
+                    match command {
+                        Command::Serve(queue) => self.queue = Some(queue),
+                        Command::Release => {
+                            self.queue = None;
+                            self.backing.mailbox.send(Message::QueueReleased { device: self.backing.device });
+                        }
+                        Command::End => return,
+                    }
+                }
+                let Some(mut queue) = self.queue.take() else { break };
+                match self.serve(&mut queue) {
+                    Ok(()) => {
+                        self.queue = Some(queue);
+                        break;
+                    }
+                    // Left alone from here on; the driver has to reset the device.
+                    Err(Pause::Broken) => {
+                        self.backing.mailbox.send(Message::QueueBroken { device: self.backing.device });
+                        break;
+                    }
+                    Err(Pause::Told(command)) => {
+                        self.queue = Some(queue);
+                        told = Some(command);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Serves requests until there are none. The guest need not kick while we look.
+    fn serve(&self, queue: &mut Queue) -> Result<(), Pause> {
+        let ram = &self.backing.ram;
+        loop {
+            queue.disable_notification(ram).map_err(|_| Pause::Broken)?;
+            let mut used = false;
+            while let Some(chain) = queue.iter(ram).map_err(|_| Pause::Broken)?.next() {
+                let head = chain.head_index();
+                let length = self.answer(Request::parse(chain, ram))?;
+                queue.add_used(ram, head, length).map_err(|_| Pause::Broken)?;
+                used = true;
+            }
+            if used && queue.needs_notification(ram).map_err(|_| Pause::Broken)? {
+                add(&self.backing.counters.interrupts, 1);
+                // The only failure is a full counter: the interrupt is pending already.
+                let _ = self.backing.interrupt.write(1);
+            }
+            if !queue.enable_notification(ram).map_err(|_| Pause::Broken)? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Executes a request and completes it. While the host is full, it waits for room.
+    fn answer(&self, request: Option<Request<'_>>) -> Result<u32, Pause> {
+        let Backing { disk, id, counters, .. } = &self.backing;
+        add(&counters.requests, 1);
+        let Some(request) = request else {
+            add(&counters.failed, 1);
+            return Ok(0);
+        };
+        let mut full = false;
+        let outcome = loop {
+            match request.execute(disk, id) {
+                Ok(outcome) => break outcome,
+                Err(DiskError::HostFull { .. }) => {
+                    if !full {
+                        full = true;
+                        self.tell_full(true);
+                    }
+                    match self.inbox.recv_timeout(FULL_RETRY) {
+                        Ok(command) => return Err(Pause::Told(command)),
+                        Err(RecvTimeoutError::Disconnected) => return Err(Pause::Told(Command::End)),
+                        Err(RecvTimeoutError::Timeout) => {}
+                    }
+                }
+                Err(error) => {
+                    let reason = StopReason::StorageFailed { disk: self.backing.index, error: error.to_string() };
+                    self.backing.mailbox.send(Message::Stop(reason));
+                    break io_error();
+                }
+            }
+        };
+        if full {
+            self.tell_full(false);
+        }
+        add(&counters.failed, u64::from(outcome.status != 0));
+        add(&counters.read_bytes, outcome.read);
+        add(&counters.written_bytes, outcome.written);
+        Ok(request.complete(outcome))
+    }
+
+    fn tell_full(&self, full: bool) {
+        self.backing.mailbox.send(Message::DiskFull { disk: self.backing.index, full });
+    }
+}

@@ -1,0 +1,9 @@
+//! virtio devices and their transport.
+
+pub mod block;
+pub mod device;
+pub mod iovec;
+pub mod mmio;
+pub mod request;
+pub mod rng;
+pub mod vsock;
