@@ -3,12 +3,7 @@
 //! Lengths come from the descriptors, never from a packet header. A chain that is not whole is an
 //! error, since what it would have meant is unknown.
 
-#![deny(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
-)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -17,8 +12,7 @@ use virtio_queue::DescriptorChain;
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::bitmap::BS;
 use vm_memory::{
-    GuestMemory, GuestMemoryError, Permissions, ReadVolatile, VolatileMemoryError, VolatileSlice,
-    WriteVolatile,
+    GuestMemory, GuestMemoryError, Permissions, ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile,
 };
 
 /// Descriptors in a chain. Linux uses at most 19 for a packet: the header, and as many fragments as a
@@ -47,9 +41,7 @@ pub enum ChainError {
         head: u16,
     },
     /// A buffer is not guest memory.
-    #[error(
-        "descriptor chain {head} has a buffer at {address:#x} outside of guest memory: {reason}"
-    )]
+    #[error("descriptor chain {head} has a buffer at {address:#x} outside of guest memory: {reason}")]
     Memory {
         /// Index of its first descriptor.
         head: u16,
@@ -79,11 +71,7 @@ pub(super) struct Buffers<'m, M: GuestMemory> {
 
 impl<'m, M: GuestMemory> Buffers<'m, M> {
     /// The buffers of `chain`, all of which must be for `access`.
-    pub(super) fn new(
-        mem: &'m M,
-        chain: DescriptorChain<&M>,
-        access: Permissions,
-    ) -> Result<Self, ChainError> {
+    pub(super) fn new(mem: &'m M, chain: DescriptorChain<&M>, access: Permissions) -> Result<Self, ChainError> {
         let head = chain.head_index();
         let mut slices = Vec::with_capacity(2);
         let mut last: Option<Descriptor> = None;
@@ -95,15 +83,9 @@ impl<'m, M: GuestMemory> Buffers<'m, M> {
                 return Err(ChainError::Direction { head });
             }
             let address = descriptor.addr().0;
-            let memory = |reason| ChainError::Memory {
-                head,
-                address,
-                reason,
-            };
+            let memory = |reason| ChainError::Memory { head, address, reason };
             let length = usize::try_from(descriptor.len()).unwrap_or(usize::MAX);
-            let parts = mem
-                .get_slices(descriptor.addr(), length, access)
-                .map_err(memory)?;
+            let parts = mem.get_slices(descriptor.addr(), length, access).map_err(memory)?;
             for part in parts {
                 slices.push(part.map_err(memory)?);
             }
@@ -118,18 +100,12 @@ impl<'m, M: GuestMemory> Buffers<'m, M> {
 
     /// Bytes that are left.
     pub(super) fn len(&self) -> usize {
-        self.slices
-            .iter()
-            .fold(0_usize, |sum, slice| sum.saturating_add(slice.len()))
+        self.slices.iter().fold(0_usize, |sum, slice| sum.saturating_add(slice.len()))
     }
 
     /// Splits off everything after the first `at` bytes.
     pub(super) fn split_off(&mut self, at: usize) -> Result<Self, ChainError> {
-        let short = ChainError::Short {
-            head: self.head,
-            have: self.len(),
-            need: at,
-        };
+        let short = ChainError::Short { head: self.head, have: self.len(), need: at };
         let mut rest = Vec::with_capacity(self.slices.len());
         let mut left = at;
         let mut front = Vec::with_capacity(1);
@@ -150,10 +126,7 @@ impl<'m, M: GuestMemory> Buffers<'m, M> {
             return Err(short);
         }
         self.slices = front;
-        Ok(Self {
-            head: self.head,
-            slices: rest,
-        })
+        Ok(Self { head: self.head, slices: rest })
     }
 
     /// Copies out as much as there is and fits; returns how much.
@@ -220,9 +193,7 @@ impl<'m, M: GuestMemory> Buffers<'m, M> {
             if want == 0 {
                 break;
             }
-            let read = slice
-                .subslice(0, want)
-                .and_then(|mut part| fd.read_volatile(&mut part));
+            let read = slice.subslice(0, want).and_then(|mut part| fd.read_volatile(&mut part));
             match read {
                 Ok(count) => {
                     total = total.saturating_add(count);

@@ -7,12 +7,7 @@
 //! The two directions end apart from one another. The connection ends when both have, or at once when
 //! the guest breaks the protocol.
 
-#![deny(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
-)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 use std::collections::VecDeque;
 
@@ -144,11 +139,7 @@ impl<S> Connection<S> {
                 hung_up: false,
                 shut: 0,
             },
-            guest: GuestEnd {
-                port: guest_port,
-                sends: true,
-                receives: true,
-            },
+            guest: GuestEnd { port: guest_port, sends: true, receives: true },
             inbound: Inbound::default(),
             outbound: Outbound::default(),
             owed: Owed::default(),
@@ -329,11 +320,7 @@ impl<S> Connection<S> {
 
     /// Held bytes to write to the host now; empty if there are none or the host does not take any.
     pub fn held(&self) -> &[u8] {
-        if self.host.writable {
-            self.inbound.tail.as_slices().0
-        } else {
-            &[]
-        }
+        if self.host.writable { self.inbound.tail.as_slices().0 } else { &[] }
     }
 
     /// The host took the first `count` of the held bytes.
@@ -367,8 +354,7 @@ impl<S> Connection<S> {
     /// Ends the connection if both directions have ended. To be called after every change.
     pub(super) fn settle(&mut self) {
         let from_host_done = !self.host.sends || !self.guest.receives;
-        let from_guest_done =
-            self.inbound.tail.is_empty() && (!self.guest.sends || !self.host.receives);
+        let from_guest_done = self.inbound.tail.is_empty() && (!self.guest.sends || !self.host.receives);
         match self.phase {
             Phase::Open if from_host_done && from_guest_done => {
                 self.end(Some((Op::Shutdown, SHUTDOWN_BOTH)));
@@ -396,16 +382,14 @@ impl<S> Connection<S> {
                 self.owed.announced = self.owed.shutdown;
                 Some(Next::Control(Op::Shutdown, self.owed.shutdown))
             }
-            Phase::Open if self.host.readable && self.host.sends && self.guest.receives => {
-                match self.credit() {
-                    0 if self.outbound.asked => None,
-                    0 => {
-                        self.outbound.asked = true;
-                        Some(Next::Control(Op::CreditRequest, 0))
-                    }
-                    credit => Some(Next::Data(credit)),
+            Phase::Open if self.host.readable && self.host.sends && self.guest.receives => match self.credit() {
+                0 if self.outbound.asked => None,
+                0 => {
+                    self.outbound.asked = true;
+                    Some(Next::Control(Op::CreditRequest, 0))
                 }
-            }
+                credit => Some(Next::Data(credit)),
+            },
             Phase::Open => None,
             Phase::Draining | Phase::Over => {
                 let (op, flags) = self.owed.last.take()?;

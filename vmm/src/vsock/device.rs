@@ -5,12 +5,7 @@
 //! nothing is in flight, so a pause has nothing to wait for. Payload is read and written between guest
 //! memory and socket directly; only what a slow host does not take is copied, into the connection.
 
-#![deny(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
-)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -171,7 +166,7 @@ impl Vsock {
         };
         if let Err(reason) = watched {
             self.muxer.update(id, |connection| {
-                connection.on_host_event(false, false, true)
+                connection.on_host_event(false, false, true);
             });
             return Err(failed(reason));
         }
@@ -195,11 +190,7 @@ impl Vsock {
     /// Does what there is to do: to be called when the driver is up, when it kicked any queue, and when
     /// [`Vsock::epoll_fd`] is readable. A call too many does no harm. Returns whether the guest is to
     /// be interrupted. What the budget did not allow makes the descriptor readable again.
-    pub fn process<M: GuestMemory>(
-        &mut self,
-        mem: &M,
-        queues: &mut [Queue],
-    ) -> Result<bool, Error> {
+    pub fn process<M: GuestMemory>(&mut self, mem: &M, queues: &mut [Queue]) -> Result<bool, Error> {
         let got = queues.len();
         let [to_guest, from_guest, events] = queues else {
             return Err(Error::Queues { got });
@@ -226,11 +217,7 @@ impl Vsock {
 
     // ---- from the guest ----
 
-    fn drain_from_guest<M: GuestMemory>(
-        &mut self,
-        mem: &M,
-        queue: &mut Queue,
-    ) -> Result<bool, Error> {
+    fn drain_from_guest<M: GuestMemory>(&mut self, mem: &M, queue: &mut Queue) -> Result<bool, Error> {
         let (mut used, mut bytes) = (false, 0_usize);
         queue.disable_notification(mem)?;
         for _ in 0..PACKET_BUDGET {
@@ -253,11 +240,7 @@ impl Vsock {
     }
 
     /// Takes one packet; returns the length of its payload.
-    fn take_packet<M: GuestMemory>(
-        &mut self,
-        mem: &M,
-        chain: DescriptorChain<&M>,
-    ) -> Result<usize, Error> {
+    fn take_packet<M: GuestMemory>(&mut self, mem: &M, chain: DescriptorChain<&M>) -> Result<usize, Error> {
         let head = chain.head_index();
         let mut front = Buffers::new(mem, chain, Permissions::Read)?;
         let mut payload = front.split_off(HEADER_SIZE)?;
@@ -266,11 +249,7 @@ impl Vsock {
         let header = Header::from_bytes(&bytes);
         let len = usize::try_from(header.len).unwrap_or(usize::MAX);
         if payload.len() < len {
-            return Err(Error::Chain(ChainError::Short {
-                head,
-                have: payload.len(),
-                need: len,
-            }));
+            return Err(Error::Chain(ChainError::Short { head, have: payload.len(), need: len }));
         }
         if let Some((id, accepted)) = self.muxer.on_packet(&header) {
             if accepted > 0 {
@@ -283,11 +262,7 @@ impl Vsock {
     }
 
     /// Passes payload to the host as far as it takes it now, and holds the rest.
-    fn deliver<M: GuestMemory>(
-        &mut self,
-        id: ConnectionId,
-        mut payload: Buffers<'_, M>,
-    ) -> Result<(), Error> {
+    fn deliver<M: GuestMemory>(&mut self, id: ConnectionId, mut payload: Buffers<'_, M>) -> Result<(), Error> {
         let direct = self
             .muxer
             .get(id)
@@ -375,9 +350,7 @@ impl Vsock {
             }
         }
         // Either the budget is spent or the queue is empty; the guest tells when the latter changes.
-        if self.muxer.has_turns()
-            && queue.avail_idx(mem, Ordering::Acquire)?.0 != queue.next_avail()
-        {
+        if self.muxer.has_turns() && queue.avail_idx(mem, Ordering::Acquire)?.0 != queue.next_avail() {
             self.poll.wake();
         }
         Ok(used && wants_interrupt(mem, queue)?)
@@ -401,9 +374,7 @@ impl Vsock {
                     self.muxer.update(id, Connection::host_read_blocks)
                 }
                 // A signal: another turn.
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {
-                    self.muxer.update(id, |_| ())
-                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => self.muxer.update(id, |_| ()),
                 Ok(Err(_)) | Err(_) => self.muxer.update(id, Connection::host_failed),
             };
         }

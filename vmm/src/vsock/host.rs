@@ -44,16 +44,8 @@ impl Poll {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         // Edge-triggered: each write wakes once, and nobody has to read.
-        epoll::add(
-            &epoll,
-            &wake,
-            epoll::EventData::new_u64(WAKE),
-            epoll::EventFlags::IN | epoll::EventFlags::ET,
-        )?;
-        Ok(Self {
-            epoll: Arc::new(epoll),
-            wake,
-        })
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        Ok(Self { epoll: Arc::new(epoll), wake })
     }
 
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
@@ -69,10 +61,7 @@ impl Poll {
     /// Makes a connected socket ready to be used for connection `id`.
     pub(super) fn prepare(&self, socket: OwnedFd) -> io::Result<HostSocket> {
         fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
-        Ok(HostSocket {
-            socket,
-            epoll: Arc::clone(&self.epoll),
-        })
+        Ok(HostSocket { socket, epoll: Arc::clone(&self.epoll) })
     }
 
     /// Starts to watch a socket.
@@ -90,10 +79,7 @@ impl Poll {
     /// Takes a batch of events, without waiting.
     pub(super) fn take(&self) -> io::Result<Vec<HostEvent>> {
         use epoll::EventFlags;
-        let now = Timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut ready = Vec::with_capacity(BATCH);
         match epoll::wait(&self.epoll, spare_capacity(&mut ready), Some(&now)) {
             // A signal; the events are still there.

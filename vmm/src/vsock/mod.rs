@@ -22,6 +22,8 @@ pub mod packet;
 #[cfg(test)]
 mod device_tests;
 #[cfg(test)]
+mod model;
+#[cfg(test)]
 mod muxer_tests;
 
 pub use buffers::ChainError;

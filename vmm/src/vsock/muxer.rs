@@ -4,12 +4,7 @@
 //! it. Whoever has something to say to the guest waits in one first-in-first-out line, once, and says
 //! one packet a turn.
 
-#![deny(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
-)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -117,11 +112,7 @@ impl<S> Muxer<S> {
     }
 
     /// Begins a connection to `guest_port`.
-    pub fn connect(
-        &mut self,
-        socket: S,
-        guest_port: u32,
-    ) -> Result<ConnectionId, TooManyConnections> {
+    pub fn connect(&mut self, socket: S, guest_port: u32) -> Result<ConnectionId, TooManyConnections> {
         if self.connections.len() >= MAX_CONNECTIONS {
             return Err(TooManyConnections { port: guest_port });
         }
@@ -131,8 +122,7 @@ impl<S> Muxer<S> {
         }
         let id = ConnectionId(self.next_port);
         self.next_port = usable(self.next_port.wrapping_add(1));
-        self.connections
-            .insert(id.0, Connection::new(socket, guest_port));
+        self.connections.insert(id.0, Connection::new(socket, guest_port));
         self.counters.connections = self.counters.connections.saturating_add(1);
         self.enqueue(id);
         Ok(id)
@@ -144,11 +134,7 @@ impl<S> Muxer<S> {
     }
 
     /// Changes a connection and draws the consequences. `None` if it is gone.
-    pub fn update<R>(
-        &mut self,
-        id: ConnectionId,
-        change: impl FnOnce(&mut Connection<S>) -> R,
-    ) -> Option<R> {
+    pub fn update<R>(&mut self, id: ConnectionId, change: impl FnOnce(&mut Connection<S>) -> R) -> Option<R> {
         let connection = self.connections.get_mut(&id.0)?;
         let result = change(connection);
         connection.settle();
@@ -164,9 +150,7 @@ impl<S> Muxer<S> {
             return None;
         }
         let id = ConnectionId(header.dst_port);
-        let known = self
-            .get(id)
-            .is_some_and(|connection| connection.guest_port() == header.src_port);
+        let known = self.get(id).is_some_and(|connection| connection.guest_port() == header.src_port);
         if !known || header.kind != TYPE_STREAM {
             self.on_stray(header);
             return None;
@@ -220,8 +204,7 @@ impl<S> Muxer<S> {
     /// The guest's driver went away: so did every connection that it knew. Those that it never heard
     /// of stay, because a driver that starts resets the device first.
     pub fn reset(&mut self) {
-        self.connections
-            .retain(|_, connection| connection.is_unrequested());
+        self.connections.retain(|_, connection| connection.is_unrequested());
         self.turns = self.connections.keys().copied().map(Turn::Of).collect();
         for connection in self.connections.values_mut() {
             connection.queued = true;
@@ -236,8 +219,7 @@ impl<S> Muxer<S> {
         };
         if connection.is_finished() {
             if connection.queued {
-                self.turns
-                    .retain(|turn| !matches!(turn, Turn::Of(port) if *port == id.0));
+                self.turns.retain(|turn| !matches!(turn, Turn::Of(port) if *port == id.0));
             }
             self.connections.remove(&id.0);
         } else if !connection.queued {
@@ -295,9 +277,5 @@ fn address<S>(
 
 /// `port`, or the first usable one: neither a low port nor the wildcard `VMADDR_PORT_ANY`.
 fn usable(port: u32) -> u32 {
-    if port < FIRST_PORT || port == u32::MAX {
-        FIRST_PORT
-    } else {
-        port
-    }
+    if port < FIRST_PORT || port == u32::MAX { FIRST_PORT } else { port }
 }

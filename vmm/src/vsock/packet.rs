@@ -3,12 +3,7 @@
 //! A header is parsed from an array that was copied out of guest memory once. Nothing looks at the
 //! guest's copy again, so a guest that changes it afterwards changes nothing here.
 
-#![deny(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::indexing_slicing,
-    clippy::arithmetic_side_effects
-)]
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 /// Size of a header on the wire, in bytes.
 pub const HEADER_SIZE: usize = 44;
