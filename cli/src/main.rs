@@ -1,2 +1,63 @@
-//! Entry point.
-fn main() {}
+//! `bulkhead`: runs untrusted code in a sealed microVM of its own.
+//!
+//! One program, two roles: the client, which is what a user starts, and the supervisor of a run, which a
+//! client starts and which owns the run.
+#![deny(unsafe_code)]
+
+mod args;
+mod client;
+mod commands;
+mod environment;
+mod frame;
+mod home;
+mod launch;
+mod preflight;
+mod signals;
+mod spec;
+mod store;
+mod supervisor;
+mod terminal;
+mod units;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+
+/// Exit status of a failure of ours.
+const FAILED: u8 = 125;
+
+fn main() -> ExitCode {
+    let argv: Vec<OsString> = std::env::args_os().collect();
+    let cli = match Cli::try_parse_from(&argv) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // To standard output for --help and --version; a closed pipe is quiet.
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() { FAILED } else { 0 });
+        }
+    };
+    let result = match cli.command {
+        Command::Run(run) => commands::run(&run, &argv),
+        Command::Exec(exec) => commands::exec(&exec, &argv),
+        Command::List(list) => commands::list(&list),
+        Command::Stats { run } => commands::stats(&run),
+        Command::Supervise { directory } => supervisor::supervise(directory).map(|()| 0),
+    };
+    terminal::restore();
+    match result {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            say(&error);
+            ExitCode::from(FAILED)
+        }
+    }
+}
+
+/// A line for the user. When nobody reads it, nobody misses it.
+fn say(text: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "bulkhead: {text}");
+}

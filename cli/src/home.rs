@@ -1,0 +1,369 @@
+//! Where things are: the state directory with its images and kernels, and our own program files.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+/// Most bytes of a JSON file that we read.
+const MAX_JSON: u64 = 1 << 20;
+
+/// What can be wrong with the state directory and what is in it.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HomeError {
+    /// Neither BULKHEAD_HOME nor HOME.
+    #[error("no state directory: neither BULKHEAD_HOME nor HOME is set; set BULKHEAD_HOME")]
+    Nowhere,
+    /// A file or directory that cannot be used.
+    #[error("{path}: {error}", path = path.display())]
+    Io {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// A file that is not what its name says.
+    #[error("{path}: not valid: {error}", path = path.display())]
+    Json {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: serde_json::Error,
+    },
+    /// A file over the limit.
+    #[error("{path}: over {MAX_JSON} bytes, which no such file has", path = path.display())]
+    TooLong {
+        /// Which.
+        path: PathBuf,
+    },
+    /// An image or kernel that is not there.
+    #[error("{kind} {name:?}: not found in {directory}{hint}", directory = directory.display())]
+    Unknown {
+        /// `image` or `kernel`.
+        kind: &'static str,
+        /// What was asked for.
+        name: String,
+        /// Where it would be.
+        directory: PathBuf,
+        /// The next step.
+        hint: String,
+    },
+    /// No kernel at all.
+    #[error("no kernel in {directory}; put one there as NAME/vmlinux with NAME/modules.cpio", directory = directory.display())]
+    NoKernel {
+        /// Where one would be.
+        directory: PathBuf,
+    },
+    /// A part of ours that is missing.
+    #[error("{name}: not found in {places}; is bulkhead installed as a whole?")]
+    NoProgramFile {
+        /// The file's name.
+        name: &'static str,
+        /// Where we looked.
+        places: String,
+    },
+}
+
+/// Attaches a path to an I/O error.
+pub(crate) fn at(path: &Path) -> impl FnOnce(io::Error) -> HomeError + use<'_> {
+    move |error| HomeError::Io { path: path.to_owned(), error }
+}
+
+/// Reads a JSON file of bounded length.
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, HomeError> {
+    let mut bytes = Vec::new();
+    let file = File::open(path).map_err(at(path))?;
+    file.take(MAX_JSON + 1).read_to_end(&mut bytes).map_err(at(path))?;
+    if u64::try_from(bytes.len()).unwrap_or(u64::MAX) > MAX_JSON {
+        return Err(HomeError::TooLong { path: path.to_owned() });
+    }
+    serde_json::from_slice(&bytes).map_err(|error| HomeError::Json { path: path.to_owned(), error })
+}
+
+/// The state directory.
+#[derive(Debug, Clone)]
+pub(crate) struct Home(PathBuf);
+
+/// An image, as it lies in the state directory.
+#[derive(Debug)]
+pub(crate) struct Image {
+    /// Its name.
+    pub(crate) name: String,
+    /// The root file system: a raw ext4 image.
+    pub(crate) root: PathBuf,
+    /// The root file system's size in bytes.
+    pub(crate) size: u64,
+    /// What a command in it runs with unless told otherwise.
+    pub(crate) config: ImageConfig,
+}
+
+/// The part of an image's configuration that we honour; the names are OCI's.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct ImageConfig {
+    /// Variables.
+    pub(crate) env: Vec<String>,
+    /// The arguments, or the command where there is no entry point.
+    pub(crate) cmd: Vec<String>,
+    /// What goes before every command.
+    pub(crate) entrypoint: Vec<String>,
+    /// Working directory.
+    pub(crate) workdir: Option<String>,
+    /// User.
+    pub(crate) user: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct ImageFile {
+    #[serde(default)]
+    config: ImageConfig,
+}
+
+/// A kernel, as it lies in the state directory.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    /// Its name.
+    pub(crate) name: String,
+    /// The uncompressed ELF kernel.
+    pub(crate) vmlinux: PathBuf,
+    /// The initramfs archive of the modules that our devices need.
+    pub(crate) modules: PathBuf,
+}
+
+/// Our own parts.
+#[derive(Debug)]
+pub(crate) struct ProgramFiles {
+    /// The VMM.
+    pub(crate) vmm: PathBuf,
+    /// The initramfs archive of the guest agent.
+    pub(crate) agent: PathBuf,
+}
+
+impl Home {
+    /// The state directory that the environment says, made if it is missing.
+    pub(crate) fn find() -> Result<Self, HomeError> {
+        let root = rustix::process::geteuid().is_root();
+        let path = choose(root, |name| std::env::var_os(name)).ok_or(HomeError::Nowhere)?;
+        make_directory(&path)?;
+        // Absolute, because the supervisor works elsewhere.
+        let path = path.canonicalize().map_err(at(&path))?;
+        Ok(Self(path))
+    }
+
+    /// Takes a directory as it is.
+    pub(crate) fn at(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// The directory itself.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// An image by its name.
+    pub(crate) fn image(&self, name: &str) -> Result<Image, HomeError> {
+        let directory = self.0.join("images");
+        let own = find_entry("image", &directory, name)?;
+        let root = own.join("root.img");
+        let size = std::fs::metadata(&root).map_err(at(&root))?.len();
+        let config = read_json::<ImageFile>(&own.join("image.json"))?.config;
+        Ok(Image { name: name.to_owned(), root, size, config })
+    }
+
+    /// A kernel by its name, or the newest.
+    pub(crate) fn kernel(&self, name: Option<&str>) -> Result<Kernel, HomeError> {
+        let directory = self.0.join("kernels");
+        let name = match name {
+            Some(name) => name.to_owned(),
+            None => newest(entries(&directory)).ok_or(HomeError::NoKernel { directory: directory.clone() })?,
+        };
+        let own = find_entry("kernel", &directory, &name)?;
+        Ok(Kernel { name, vmlinux: own.join("vmlinux"), modules: own.join("modules.cpio") })
+    }
+}
+
+impl ProgramFiles {
+    /// Finds our parts from where this program lies: installed (`bin` beside `lib/bulkhead`), or all in
+    /// one directory.
+    pub(crate) fn find() -> Result<Self, HomeError> {
+        let own = Path::new("/proc/self/exe");
+        let own = own.read_link().map_err(at(own))?;
+        let beside = own.parent().unwrap_or(Path::new("/")).to_owned();
+        let library = beside.parent().unwrap_or(Path::new("/")).join("lib/bulkhead");
+        let find = |name: &'static str| {
+            [&library, &beside].into_iter().map(|place| place.join(name)).find(|path| path.is_file()).ok_or_else(|| {
+                let places = format!("{} and {}", library.display(), beside.display());
+                HomeError::NoProgramFile { name, places }
+            })
+        };
+        Ok(Self { vmm: find("bulkhead-vmm")?, agent: find("agent.cpio")? })
+    }
+}
+
+/// Makes a directory that only we may enter, and those above it.
+pub(crate) fn make_directory(path: &Path) -> Result<(), HomeError> {
+    use std::os::unix::fs::DirBuilderExt;
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at(path))
+}
+
+/// The state directory by the rules; nothing if no rule applies.
+fn choose(root: bool, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    let set = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if let Some(home) = set("BULKHEAD_HOME") {
+        return Some(home);
+    }
+    if root {
+        return Some(PathBuf::from("/var/lib/bulkhead"));
+    }
+    // The XDG rules say that a relative path is to be ignored.
+    let state = set("XDG_STATE_HOME").filter(|path| path.is_absolute());
+    state.or_else(|| set("HOME").map(|home| home.join(".local/state"))).map(|state| state.join("bulkhead"))
+}
+
+/// The names of what is in a directory; none if it is not there.
+fn entries(directory: &Path) -> Vec<String> {
+    let mut names: Vec<String> = std::fs::read_dir(directory)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| !name.starts_with('.'))
+        .collect();
+    names.sort();
+    names
+}
+
+/// The directory of an image or kernel, or the error that names what comes near.
+fn find_entry(kind: &'static str, directory: &Path, name: &str) -> Result<PathBuf, HomeError> {
+    let path = directory.join(name);
+    // A name is one part of a path: nothing outside the directory can be named.
+    if !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']) && path.is_dir() {
+        return Ok(path);
+    }
+    let known = entries(directory);
+    let near = nearest(name, &known);
+    let hint = match (near.as_slice(), known.as_slice()) {
+        (_, []) => format!("; there is no {kind} yet"),
+        ([], known) => format!("; there are: {}", known.iter().take(8).cloned().collect::<Vec<_>>().join(", ")),
+        (near, _) => format!("; did you mean {}?", near.join(" or ")),
+    };
+    Err(HomeError::Unknown { kind, name: name.to_owned(), directory: directory.to_owned(), hint })
+}
+
+/// The known names that a typing mistake or a missing part away from `name`, best first, three at most.
+fn nearest<'a>(name: &str, known: &'a [String]) -> Vec<&'a str> {
+    let limit = name.chars().count().max(3) / 3;
+    let mut scored: Vec<(usize, &str)> = known
+        .iter()
+        .map(|have| {
+            let part = !name.is_empty() && (have.starts_with(name) || name.starts_with(have.as_str()));
+            (if part { 1 } else { distance(name, have) }, have.as_str())
+        })
+        .filter(|(score, _)| *score <= limit)
+        .collect();
+    scored.sort_unstable();
+    scored.into_iter().take(3).map(|(_, have)| have).collect()
+}
+
+/// Levenshtein's distance.
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, from) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, to) in b.iter().enumerate() {
+            let change = diagonal + usize::from(from != *to);
+            diagonal = row[j + 1];
+            row[j + 1] = change.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// The name with the highest version: runs of digits compare as numbers.
+fn newest(names: Vec<String>) -> Option<String> {
+    fn key(name: &str) -> Vec<(u64, String)> {
+        let mut parts = Vec::new();
+        let mut rest = name;
+        while !rest.is_empty() {
+            let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+            let (number, tail) = rest.split_at(digits);
+            let word = tail.find(|c: char| c.is_ascii_digit()).unwrap_or(tail.len());
+            let (word, tail) = tail.split_at(word);
+            parts.push((number.parse().unwrap_or(u64::MAX), word.to_owned()));
+            rest = tail;
+        }
+        parts
+    }
+    names.into_iter().max_by_key(|name| key(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(of: &[&str]) -> Vec<String> {
+        of.iter().map(|s| (*s).to_owned()).collect()
+    }
+
+    #[test]
+    fn the_state_directory_follows_the_rules() {
+        let with = |root, set: &'static [(&str, &str)]| {
+            choose(root, |name| set.iter().find(|(have, _)| *have == name).map(|(_, value)| value.into()))
+        };
+        assert_eq!(with(true, &[("BULKHEAD_HOME", "/x")]), Some("/x".into()));
+        assert_eq!(with(true, &[("HOME", "/root")]), Some("/var/lib/bulkhead".into()));
+        assert_eq!(with(false, &[("HOME", "/home/a")]), Some("/home/a/.local/state/bulkhead".into()));
+        assert_eq!(with(false, &[("HOME", "/home/a"), ("XDG_STATE_HOME", "/s")]), Some("/s/bulkhead".into()));
+        assert_eq!(
+            with(false, &[("HOME", "/h"), ("XDG_STATE_HOME", "relative")]),
+            Some("/h/.local/state/bulkhead".into())
+        );
+        assert_eq!(with(false, &[]), None);
+    }
+
+    #[test]
+    fn the_newest_kernel_has_the_highest_numbers() {
+        let of = |list: &[&str]| newest(names(list));
+        assert_eq!(of(&["6.1.0-9-cloud", "6.12.43-cloud", "6.1.0-40-cloud"]).as_deref(), Some("6.12.43-cloud"));
+        assert_eq!(of(&["6.9", "6.10"]).as_deref(), Some("6.10"));
+        assert_eq!(of(&["only"]).as_deref(), Some("only"));
+        assert_eq!(of(&[]), None);
+    }
+
+    #[test]
+    fn an_unknown_name_is_answered_with_what_is_near() {
+        let known = names(&["busybox", "debian-12", "fio"]);
+        assert_eq!(nearest("busybx", &known), ["busybox"]);
+        assert_eq!(nearest("debian", &known), ["debian-12"]);
+        assert!(nearest("nothing-like-it", &known).is_empty());
+        assert_eq!(distance("kitten", "sitting"), 3);
+    }
+
+    #[test]
+    fn a_name_cannot_leave_the_directory() {
+        let home = tempfile::tempdir().unwrap();
+        for name in ["..", ".", "", "../kernels", "/etc", "a/b", "a\0b"] {
+            let error = Home::at(home.path().to_owned()).image(name).unwrap_err();
+            assert!(matches!(error, HomeError::Unknown { .. }), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn an_image_is_read_with_its_configuration() {
+        let home = tempfile::tempdir().unwrap();
+        let own = home.path().join("images/busybox");
+        std::fs::create_dir_all(&own).unwrap();
+        std::fs::write(own.join("root.img"), [0; 8192]).unwrap();
+        let json = r#"{"name":"busybox","config":{"env":["A=1"],"cmd":["/bin/sh"],"workdir":"/","user":"0"}}"#;
+        std::fs::write(own.join("image.json"), json).unwrap();
+        let image = Home::at(home.path().to_owned()).image("busybox").unwrap();
+        assert_eq!((image.size, image.config.cmd), (8192, names(&["/bin/sh"])));
+        std::fs::write(own.join("image.json"), "{").unwrap();
+        let error = Home::at(home.path().to_owned()).image("busybox").unwrap_err();
+        assert!(matches!(error, HomeError::Json { .. }));
+    }
+}

@@ -1,0 +1,121 @@
+//! What a run is (its spec, frozen at creation) and how it is (its state).
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// Everything that was asked for, resolved.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Spec {
+    /// The format's version: 1.
+    pub(crate) version: u32,
+    /// Eight hexadecimal digits.
+    pub(crate) id: String,
+    /// The user's name for it.
+    pub(crate) name: Option<String>,
+    /// Whether its directory goes when it ends.
+    pub(crate) ephemeral: bool,
+    /// The machine.
+    pub(crate) machine: Machine,
+    /// The command.
+    pub(crate) process: Process,
+    /// Milliseconds that the guest has to boot.
+    pub(crate) start_timeout_ms: u64,
+    /// Milliseconds that the command may run.
+    pub(crate) timeout_ms: Option<u64>,
+}
+
+/// The machine of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Machine {
+    /// The image's name.
+    pub(crate) image: String,
+    /// Its raw file.
+    pub(crate) image_file: PathBuf,
+    /// The kernel's name.
+    pub(crate) kernel: String,
+    /// Its ELF file.
+    pub(crate) kernel_file: PathBuf,
+    /// The initramfs archives, in order.
+    pub(crate) initrds: Vec<PathBuf>,
+    /// The VMM's program file.
+    pub(crate) vmm: PathBuf,
+    /// Number of vCPUs.
+    pub(crate) cpus: u8,
+    /// Guest memory in bytes.
+    pub(crate) memory: u64,
+    /// Disk size in bytes.
+    pub(crate) disk: u64,
+    /// Number of disk layers above the image.
+    pub(crate) disk_layers: u8,
+    /// Whether the serial console is recorded.
+    pub(crate) console: bool,
+    /// More words for the kernel's command line.
+    pub(crate) cmdline_extra: String,
+}
+
+/// The command of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Process {
+    /// Command and arguments.
+    pub(crate) command: Vec<String>,
+    /// The whole environment, but for what the agent adds.
+    pub(crate) env: Vec<String>,
+    /// Working directory.
+    pub(crate) workdir: Option<String>,
+    /// User.
+    pub(crate) user: Option<String>,
+    /// Whether standard input is passed on.
+    pub(crate) stdin: bool,
+    /// Whether it has a terminal.
+    pub(crate) tty: bool,
+    /// The terminal's type.
+    pub(crate) term: String,
+}
+
+/// How a run is, as last written. Whether that still holds is what the lock says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct State {
+    /// The state.
+    pub(crate) state: Phase,
+    /// Why, where there is more to say.
+    pub(crate) reason: Option<String>,
+    /// The command's exit status, once it has one.
+    pub(crate) exit_code: Option<u8>,
+}
+
+/// The states of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Phase {
+    /// Created; the guest boots.
+    Starting,
+    /// The command runs.
+    Running,
+    /// It ended as a run should.
+    Stopped,
+    /// It ended by a fault.
+    Failed,
+}
+
+impl Phase {
+    /// Whether a supervisor must be there.
+    pub(crate) fn is_live(self) -> bool {
+        matches!(self, Self::Starting | Self::Running)
+    }
+}
+
+impl std::fmt::Display for Phase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Starting => "starting",
+            Self::Running => "running",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+        })
+    }
+}

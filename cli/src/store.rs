@@ -1,0 +1,448 @@
+//! The directories of runs.
+//!
+//! `runs/<id>` holds one run. A run is alive while the lock on its `lock` file is held: the client that
+//! creates the run takes it, and its supervisor inherits it, so there is no instant at which a run that
+//! starts looks dead. What is half made or half removed has another name (`.tmp-…`) and means nothing.
+//! `runs/.lock` is held while a run is made and while leftovers are swept, never longer.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use serde::Serialize;
+
+use crate::home::{Home, HomeError, at, make_directory, read_json};
+use crate::spec::{Phase, Spec, State};
+
+/// In a run's directory: what says that it goes when the run ends.
+const EPHEMERAL: &str = "ephemeral";
+/// Begins the names of what is half made or half removed.
+const TEMPORARY: &str = ".tmp-";
+
+/// What can be wrong with runs.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StoreError {
+    /// A file or directory.
+    #[error(transparent)]
+    Home(#[from] HomeError),
+    /// A name that is taken.
+    #[error("name {name:?}: run {id} has it already; choose another --name, or remove that run's directory {path}", path = path.display())]
+    NameTaken {
+        /// The name.
+        name: String,
+        /// Who has it.
+        id: String,
+        /// Where that one is.
+        path: PathBuf,
+    },
+    /// No such run.
+    #[error("run {0:?}: there is none with this id or name; bulkhead list -a shows all")]
+    Unknown(String),
+    /// More than one run.
+    #[error("run {given:?}: {} ids begin so: {}", ids.len(), ids.join(", "))]
+    Ambiguous {
+        /// What was given.
+        given: String,
+        /// The candidates.
+        ids: Vec<String>,
+    },
+    /// A run without a supervisor.
+    #[error("run {id}: it is {phase}, not running")]
+    NotRunning {
+        /// Which.
+        id: String,
+        /// How it is.
+        phase: Phase,
+    },
+}
+
+/// All runs of a state directory.
+#[derive(Debug)]
+pub(crate) struct Store {
+    runs: PathBuf,
+}
+
+/// One run's directory.
+#[derive(Debug, Clone)]
+pub(crate) struct RunDirectory(PathBuf);
+
+/// A run as it is now.
+#[derive(Debug)]
+pub(crate) struct Listed {
+    /// Its spec.
+    pub(crate) spec: Spec,
+    /// Its state: as written, or failed if its supervisor died.
+    pub(crate) state: State,
+    /// Where it is.
+    pub(crate) directory: RunDirectory,
+}
+
+impl Store {
+    /// The runs of a state directory.
+    pub(crate) fn open(home: &Home) -> Result<Self, HomeError> {
+        let runs = home.path().join("runs");
+        make_directory(&runs)?;
+        Ok(Self { runs })
+    }
+
+    /// Makes a run's directory from its spec, whose id is chosen here. The lock that comes back is held.
+    pub(crate) fn create(&self, spec: &mut Spec) -> Result<(RunDirectory, File), StoreError> {
+        let _guard = self.guard()?;
+        if let Some(name) = &spec.name {
+            if let Some(other) = self.all().into_iter().find(|other| other.spec.name.as_ref() == Some(name)) {
+                let path = other.directory.0;
+                return Err(StoreError::NameTaken { name: name.clone(), id: other.spec.id, path });
+            }
+        }
+        let (path, temporary) = loop {
+            let id = fresh_id().map_err(at(&self.runs))?;
+            let path = self.runs.join(&id);
+            if !path.exists() {
+                let temporary = self.runs.join(format!("{TEMPORARY}{id}"));
+                spec.id = id;
+                break (path, temporary);
+            }
+        };
+        make_directory(&temporary.join("disk"))?;
+        let lock = temporary.join("lock");
+        let lock = open_lock(&lock).map_err(at(&lock))?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|error| at(&temporary)(error.into()))?;
+        let made = RunDirectory(temporary);
+        if spec.ephemeral {
+            File::create(made.0.join(EPHEMERAL)).map_err(at(&made.0))?;
+        }
+        // A run that goes with its supervisor need not outlive a crash of the host.
+        let durable = !spec.ephemeral;
+        write_json(&made.0, "spec.json", spec, durable)?;
+        made.write_state(&State { state: Phase::Starting, reason: None, exit_code: None }, durable)?;
+        std::fs::rename(&made.0, &path).map_err(at(&path))?;
+        if durable {
+            sync_directory(&self.runs)?;
+        }
+        Ok((RunDirectory(path), lock))
+    }
+
+    /// Removes what died in the middle: half-made and half-removed directories, and ephemeral runs whose
+    /// supervisor is gone. Leaves everything else.
+    pub(crate) fn sweep(&self) -> Result<(), HomeError> {
+        let _guard = self.guard()?;
+        for name in self.names() {
+            let path = self.runs.join(&name);
+            if name.starts_with(TEMPORARY) {
+                remove_all(&path).map_err(at(&path))?;
+            } else if path.join(EPHEMERAL).exists() && !is_locked(&path.join("lock")) {
+                RunDirectory(path).remove()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// All runs that can be read, by id.
+    pub(crate) fn all(&self) -> Vec<Listed> {
+        let mut names = self.names();
+        names.retain(|name| is_id(name));
+        names.sort();
+        // A run may end, and its directory go, while we read: it is then no run any more.
+        names.into_iter().filter_map(|name| RunDirectory(self.runs.join(name)).read().ok()).collect()
+    }
+
+    /// The run with this id, name or unique beginning of an id.
+    pub(crate) fn find(&self, given: &str) -> Result<Listed, StoreError> {
+        let mut all = self.all();
+        let names: Vec<(&str, Option<&str>)> =
+            all.iter().map(|run| (run.spec.id.as_str(), run.spec.name.as_deref())).collect();
+        let index = choose(given, &names)?;
+        Ok(all.swap_remove(index))
+    }
+
+    fn guard(&self) -> Result<File, HomeError> {
+        let path = self.runs.join(".lock");
+        let file = open_lock(&path).map_err(at(&path))?;
+        rustix::fs::flock(&file, FlockOperation::LockExclusive).map_err(|error| at(&path)(error.into()))?;
+        Ok(file)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(&self.runs).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name != ".lock").collect()
+    }
+}
+
+impl RunDirectory {
+    /// Takes a directory as a run's.
+    pub(crate) fn at(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// The directory.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Reads the spec.
+    pub(crate) fn spec(&self) -> Result<Spec, HomeError> {
+        read_json(&self.0.join("spec.json"))
+    }
+
+    /// Reads the run as it is now.
+    fn read(self) -> Result<Listed, HomeError> {
+        let spec = self.spec()?;
+        // The lock first: a supervisor writes the last state before it lets go.
+        let alive = is_locked(&self.0.join("lock"));
+        let mut state: State = read_json(&self.0.join("state.json"))?;
+        if state.state.is_live() && !alive {
+            state.state = Phase::Failed;
+            state.reason = Some("its supervisor was killed".to_owned());
+        }
+        Ok(Listed { spec, state, directory: self })
+    }
+
+    /// Writes the state: whole or not at all, and on the medium if `durable`.
+    pub(crate) fn write_state(&self, state: &State, durable: bool) -> Result<(), HomeError> {
+        write_json(&self.0, "state.json", state, durable)
+    }
+
+    /// Writes the last state, and takes the socket away: nobody answers there any more.
+    pub(crate) fn end(&self, state: &State) -> Result<(), HomeError> {
+        let _ = std::fs::remove_file(self.0.join("ctl.sock"));
+        self.write_state(state, true)
+    }
+
+    /// Removes the directory. It is no run from the first step on.
+    pub(crate) fn remove(&self) -> Result<(), HomeError> {
+        let name = self.0.file_name().unwrap_or_default().to_string_lossy();
+        let gone = self.0.with_file_name(format!("{TEMPORARY}{name}"));
+        match std::fs::rename(&self.0, &gone) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other.map_err(at(&self.0))?,
+        }
+        remove_all(&gone).map_err(at(&gone))
+    }
+
+    /// Listens on the run's socket.
+    pub(crate) fn listen(&self) -> Result<UnixListener, HomeError> {
+        let (_directory, short) = self.short_socket_path()?;
+        UnixListener::bind(&short).map_err(at(&self.0.join("ctl.sock")))
+    }
+
+    /// Connects to the run's supervisor.
+    pub(crate) fn dial(&self) -> Result<UnixStream, HomeError> {
+        let (_directory, short) = self.short_socket_path()?;
+        UnixStream::connect(&short).map_err(at(&self.0.join("ctl.sock")))
+    }
+
+    /// A path of the socket that does not depend on how long the directory's is: an address holds 107
+    /// bytes. It is valid while the file lives.
+    fn short_socket_path(&self) -> Result<(File, PathBuf), HomeError> {
+        let directory = File::open(&self.0).map_err(at(&self.0))?;
+        let short = PathBuf::from(format!("/proc/self/fd/{}/ctl.sock", directory.as_raw_fd()));
+        Ok((directory, short))
+    }
+}
+
+/// Which of `runs` (id and name) is meant: a whole id, then a name, then a beginning of one id alone.
+fn choose(given: &str, runs: &[(&str, Option<&str>)]) -> Result<usize, StoreError> {
+    let exact = runs.iter().position(|(id, _)| *id == given);
+    if let Some(index) = exact.or_else(|| runs.iter().position(|(_, name)| *name == Some(given))) {
+        return Ok(index);
+    }
+    let begins = |id: &str| !given.is_empty() && id.starts_with(given);
+    let found: Vec<usize> = runs.iter().enumerate().filter(|(_, (id, _))| begins(id)).map(|(index, _)| index).collect();
+    match found.as_slice() {
+        [] => Err(StoreError::Unknown(given.to_owned())),
+        [index] => Ok(*index),
+        many => {
+            let ids = many.iter().filter_map(|index| runs.get(*index)).map(|(id, _)| (*id).to_owned()).collect();
+            Err(StoreError::Ambiguous { given: given.to_owned(), ids })
+        }
+    }
+}
+
+/// A random id.
+fn fresh_id() -> io::Result<String> {
+    let mut bytes = [0; 4];
+    let n = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    if n != bytes.len() {
+        return Err(io::Error::other("getrandom gave too few bytes"));
+    }
+    Ok(format!("{:08x}", u32::from_le_bytes(bytes)))
+}
+
+/// Whether a name is an id.
+fn is_id(name: &str) -> bool {
+    name.len() == 8 && name.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+/// Whether someone holds a run's lock. Tried with a shared lock, so that two who look at once do not see
+/// each other.
+fn is_locked(path: &Path) -> bool {
+    let Ok(file) = File::open(path) else { return false };
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err()
+}
+
+/// Writes a JSON file whole or not at all.
+fn write_json(directory: &Path, name: &str, value: &impl Serialize, durable: bool) -> Result<(), HomeError> {
+    let path = directory.join(name);
+    let temporary = directory.join(format!("{name}.tmp"));
+    let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| HomeError::Json { path: path.clone(), error })?;
+    bytes.push(b'\n');
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&temporary)
+        .map_err(at(&temporary))?;
+    file.write_all(&bytes).map_err(at(&temporary))?;
+    if durable {
+        file.sync_all().map_err(at(&temporary))?;
+    }
+    std::fs::rename(&temporary, &path).map_err(at(&path))?;
+    if durable { sync_directory(directory) } else { Ok(()) }
+}
+
+fn sync_directory(path: &Path) -> Result<(), HomeError> {
+    let directory = File::open(path).map_err(at(path))?;
+    rustix::fs::fsync(directory.as_fd()).map_err(|error| at(path)(error.into()))
+}
+
+/// Removes a directory that someone else may be removing too.
+fn remove_all(path: &Path) -> io::Result<()> {
+    match std::fs::remove_dir_all(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::spec::{Machine, Process};
+
+    fn spec(name: Option<&str>, ephemeral: bool) -> Spec {
+        Spec {
+            version: 1,
+            id: String::new(),
+            name: name.map(str::to_owned),
+            ephemeral,
+            machine: Machine {
+                image: "busybox".into(),
+                image_file: "/i".into(),
+                kernel: "k".into(),
+                kernel_file: "/k".into(),
+                initrds: vec!["/m".into()],
+                vmm: "/v".into(),
+                cpus: 1,
+                memory: 1 << 30,
+                disk: 1 << 28,
+                disk_layers: 1,
+                console: false,
+                cmdline_extra: String::new(),
+            },
+            process: Process {
+                command: vec!["true".into()],
+                env: vec![],
+                workdir: None,
+                user: None,
+                stdin: false,
+                tty: false,
+                term: "xterm".into(),
+            },
+            start_timeout_ms: 60_000,
+            timeout_ms: None,
+        }
+    }
+
+    fn store() -> (tempfile::TempDir, Store) {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(&Home::at(directory.path().to_owned())).unwrap();
+        (directory, store)
+    }
+
+    #[test]
+    fn a_run_is_alive_while_its_lock_is_held() {
+        let (_directory, store) = store();
+        let mut wanted = spec(Some("mine"), false);
+        let (_, lock) = store.create(&mut wanted).unwrap();
+        assert_eq!(store.find("mine").unwrap().state.state, Phase::Starting);
+        assert_eq!(store.find("mine").unwrap().spec, wanted);
+        drop(lock);
+        let dead = store.find(&wanted.id).unwrap();
+        assert_eq!(dead.state.state, Phase::Failed);
+        assert!(dead.state.reason.unwrap().contains("killed"));
+    }
+
+    #[test]
+    fn the_sweep_takes_dead_ephemeral_runs_and_nothing_else() {
+        let (directory, store) = store();
+        let (kept, lock) = store.create(&mut spec(None, false)).unwrap();
+        drop(lock);
+        let (alive, _lock) = store.create(&mut spec(None, true)).unwrap();
+        let (dead, lock) = store.create(&mut spec(None, true)).unwrap();
+        drop(lock);
+        std::fs::create_dir_all(directory.path().join("runs/.tmp-12345678/disk")).unwrap();
+        store.sweep().unwrap();
+        assert!(kept.path().exists() && alive.path().exists() && !dead.path().exists());
+        assert!(!directory.path().join("runs/.tmp-12345678").exists());
+        store.sweep().unwrap();
+        assert_eq!(store.all().len(), 2);
+    }
+
+    #[test]
+    fn a_name_belongs_to_one_run() {
+        let (_directory, store) = store();
+        let (run, _lock) = store.create(&mut spec(Some("a"), false)).unwrap();
+        let error = store.create(&mut spec(Some("a"), false)).unwrap_err();
+        assert!(matches!(error, StoreError::NameTaken { .. }), "{error}");
+        run.remove().unwrap();
+        run.remove().unwrap();
+        store.create(&mut spec(Some("a"), false)).unwrap();
+    }
+
+    #[test]
+    fn a_beginning_is_enough_when_it_is_unique() {
+        let runs = [("8fc20000", None), ("8fd00000", Some("dead")), ("dead0000", None)];
+        assert_eq!(choose("8fc", &runs).unwrap(), 0);
+        assert_eq!(choose("dead", &runs).unwrap(), 1, "a name comes before a beginning");
+        assert_eq!(choose("dead0", &runs).unwrap(), 2);
+        assert!(matches!(choose("8f", &runs), Err(StoreError::Ambiguous { ids, .. }) if ids.len() == 2));
+        assert!(matches!(choose("", &runs), Err(StoreError::Unknown(_))));
+        assert!(matches!(choose("x", &runs), Err(StoreError::Unknown(_))));
+    }
+
+    #[test]
+    fn a_long_directory_does_not_break_the_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let long = directory.path().join("x".repeat(120)).join("y".repeat(120));
+        std::fs::create_dir_all(&long).unwrap();
+        let run = RunDirectory::at(long);
+        let listener = run.listen().unwrap();
+        let client = run.dial().unwrap();
+        let (_server, _) = listener.accept().unwrap();
+        drop(client);
+    }
+
+    #[test]
+    fn a_state_is_written_whole() {
+        let (_directory, store) = store();
+        let (run, _lock) = store.create(&mut spec(None, false)).unwrap();
+        let state = State { state: Phase::Stopped, reason: Some("exited".into()), exit_code: Some(3) };
+        run.write_state(&state, true).unwrap();
+        assert_eq!(store.all().pop().unwrap().state, state);
+        assert!(!run.path().join("state.json.tmp").exists());
+        // What is cut short is no run; it is not taken for one, nor removed.
+        std::fs::write(run.path().join("state.json"), "{").unwrap();
+        assert!(store.all().is_empty());
+        store.sweep().unwrap();
+        assert!(run.path().exists());
+    }
+}

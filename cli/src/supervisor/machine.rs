@@ -1,0 +1,281 @@
+//! The VMM of a run: its files, its process, its control socket.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use guest::host::Dial;
+use vmm_control::{Config, ControlError, ControlSocket, Disk, Event, MAX_CMDLINE, Request};
+
+use super::console;
+use crate::launch::{self, Lifetime};
+use crate::preflight::{PreflightError, open_kvm};
+use crate::spec::{Machine, Spec};
+use crate::store::RunDirectory;
+
+/// How long a VMM that does not read its control socket may hold us up.
+const SEND_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Why a machine did not start.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum MachineError {
+    /// The host has no usable KVM.
+    #[error(transparent)]
+    Preflight(#[from] PreflightError),
+    /// A file of the machine.
+    #[error("{path}: {error}", path = path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// A layer of the disk.
+    #[error("disk layer {path}: {error}", path = path.display())]
+    Layer {
+        /// Its data file.
+        path: PathBuf,
+        /// Why.
+        error: String,
+    },
+    /// Too long a command line for the kernel.
+    #[error("kernel command line: {length} bytes, over {MAX_CMDLINE}; shorten --cmdline-extra")]
+    Cmdline {
+        /// Its length.
+        length: usize,
+    },
+    /// The control socket.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// Anything else of the system's.
+    #[error("{0}: {1}")]
+    System(&'static str, io::Error),
+}
+
+/// A running VMM. Dropping it kills and reaps it.
+#[derive(Debug)]
+pub(super) struct Vmm {
+    child: Child,
+    control: Arc<ControlSocket>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Vmm {
+    /// Makes the run's disk and starts its VMM. Call it on the main thread: the VMM is killed when the
+    /// thread that started it ends.
+    pub(super) fn start(run: &RunDirectory, spec: &Spec) -> Result<Self, MachineError> {
+        let machine = &spec.machine;
+        let mut files: Vec<OwnedFd> = vec![open_kvm()?.into(), open(&machine.kernel_file)?];
+        for initrd in &machine.initrds {
+            files.push(open(initrd)?);
+        }
+        files.push(open(&machine.image_file)?);
+        files.extend(make_layers(run, machine, !spec.ephemeral)?);
+        if machine.console {
+            files.push(console::record(run.path()).map_err(|error| MachineError::System("console.log", error))?);
+        }
+        let config = config(machine)?;
+
+        let (ours, theirs) = ControlSocket::pair()?;
+        rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
+            .map_err(|error| MachineError::System("control socket", error.into()))?;
+        let log = run.path().join("vmm.log");
+        let errors = create(&log)?;
+        let child = launch::start(&machine.vmm, &[], &[theirs.as_fd()], errors, Lifetime::Parents)
+            .map_err(|error| MachineError::File { path: machine.vmm.clone(), error })?;
+        let vmm = Self { child, control: Arc::new(ours), gone: Arc::default() };
+        let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        vmm.control.send(&Request::Start(config), &files)?;
+        Ok(vmm)
+    }
+
+    /// Calls `then` for each event, and once with the error that ended them, on a thread of its own.
+    pub(super) fn watch(
+        &self,
+        mut then: impl FnMut(Result<Event, ControlError>) + Send + 'static,
+    ) -> Result<(), MachineError> {
+        let control = Arc::clone(&self.control);
+        let gone = Arc::clone(&self.gone);
+        let watch = move || loop {
+            let event = control.receive::<Event>().map(|(event, _)| event);
+            // Before anyone is told, so that nobody dials a machine that is known to be gone.
+            let last = matches!(event, Err(_) | Ok(Event::Stopped { .. } | Event::Refused { .. }));
+            gone.fetch_or(last, Ordering::Release);
+            let end = event.is_err();
+            then(event);
+            if end {
+                return;
+            }
+        };
+        std::thread::Builder::new()
+            .name("vmm".into())
+            .spawn(watch)
+            .map_err(|error| MachineError::System("thread", error))?;
+        Ok(())
+    }
+
+    /// What connects to the guest.
+    pub(super) fn dialler(&self) -> Arc<dyn Dial> {
+        Arc::new(Dialler { control: Arc::clone(&self.control), gone: Arc::clone(&self.gone) })
+    }
+
+    /// Where requests go.
+    pub(super) fn control(&self) -> Arc<ControlSocket> {
+        Arc::clone(&self.control)
+    }
+
+    /// Asks the VMM to end. Whether it does is seen in its events.
+    pub(super) fn ask_to_stop(&self) -> Result<(), ControlError> {
+        self.control.send(&Request::Stop, &[])
+    }
+
+    /// Waits for the VMM's process, kills it when `patience` is over, and says how it ended.
+    pub(super) fn reap(&mut self, patience: Duration) -> String {
+        let deadline = Instant::now().checked_add(patience);
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return status.to_string(),
+                Ok(None) if deadline.is_some_and(|deadline| Instant::now() < deadline) => {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                Ok(None) => {
+                    // It may end by itself just now: then this fails, and the wait below tells.
+                    let _ = self.child.kill();
+                    return self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+                }
+                Err(error) => return error.to_string(),
+            }
+        }
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        self.gone.store(true, Ordering::Release);
+        self.reap(Duration::ZERO);
+    }
+}
+
+/// Makes connections to the guest: one end of a socket pair goes to the VMM.
+struct Dialler {
+    control: Arc<ControlSocket>,
+    gone: Arc<AtomicBool>,
+}
+
+impl Dial for Dialler {
+    fn dial(&self, port: u32) -> io::Result<UnixStream> {
+        if self.gone.load(Ordering::Acquire) {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        let (ours, theirs) = UnixStream::pair()?;
+        match self.control.send(&Request::Connect { port }, &[theirs.as_fd()]) {
+            Ok(()) => Ok(ours),
+            Err(ControlError::Closed) => Err(io::ErrorKind::ConnectionAborted.into()),
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+}
+
+/// The machine, as the VMM is told.
+fn config(machine: &Machine) -> Result<Config, MachineError> {
+    let cmdline = cmdline(machine.console, &machine.cmdline_extra);
+    if cmdline.len() > MAX_CMDLINE {
+        return Err(MachineError::Cmdline { length: cmdline.len() });
+    }
+    Ok(Config {
+        vcpus: machine.cpus,
+        memory: machine.memory,
+        cmdline,
+        initrds: u8::try_from(machine.initrds.len()).unwrap_or(u8::MAX),
+        disks: vec![Disk {
+            serial: "root".to_owned(),
+            read_only: false,
+            raw_base: true,
+            layers: machine.disk_layers.saturating_add(1),
+            // A queue for each vCPU, up to where more do not help.
+            queues: machine.cpus.min(4),
+        }],
+        console: machine.console,
+    })
+}
+
+/// The kernel's command line. Nothing of the user's environment is in it: that goes to the agent.
+fn cmdline(console: bool, extra: &str) -> String {
+    let mut words = vec![
+        // Without a UART the driver would probe four addresses.
+        if console { "console=ttyS0 8250.nr_uarts=1" } else { "8250.nr_uarts=0" },
+        // With a console, what precedes a panic; without one, nothing is formatted.
+        if console { "loglevel=6" } else { "quiet loglevel=0" },
+        // A reset is a triple fault: the one exit that needs no device. A panic resets at once.
+        "reboot=t panic=-1",
+        // There is no PCI: not to look for it saves hundreds of exits.
+        "pci=off",
+        // Self-tests of the crypto code cost a noticeable part of the boot.
+        "cryptomgr.notests",
+        // The agent credits entropy of the host's before anything of the user's runs.
+        "random.trust_cpu=on",
+        // The TSC is the one clock here: no watchdog against a clock that is not there.
+        "tsc=reliable",
+    ];
+    words.extend(Some(extra).filter(|extra| !extra.is_empty()));
+    words.join(" ")
+}
+
+/// Makes the disk's layers and gives their descriptors: data then map, from the bottom, the last
+/// writable.
+fn make_layers(run: &RunDirectory, machine: &Machine, durable: bool) -> Result<Vec<OwnedFd>, MachineError> {
+    let mut files = Vec::new();
+    for number in 1..=machine.disk_layers {
+        let data_path = run.path().join(format!("disk/{number}.data"));
+        let map_path = data_path.with_extension("map");
+        let (data, map) = (create(&data_path)?, create(&map_path)?);
+        snapshot::disk::create_layer(&data, &map, machine.disk)
+            .map_err(|error| MachineError::Layer { path: data_path.clone(), error: error.to_string() })?;
+        if durable {
+            for (file, path) in [(&data, &data_path), (&map, &map_path)] {
+                file.sync_all().map_err(|error| MachineError::File { path: path.clone(), error })?;
+            }
+        }
+        if number == machine.disk_layers {
+            files.extend([OwnedFd::from(data), OwnedFd::from(map)]);
+        } else {
+            files.extend([open(&data_path)?, open(&map_path)?]);
+        }
+    }
+    Ok(files)
+}
+
+fn open(path: &Path) -> Result<OwnedFd, MachineError> {
+    File::open(path).map(OwnedFd::from).map_err(|error| MachineError::File { path: path.to_owned(), error })
+}
+
+fn create(path: &Path) -> Result<File, MachineError> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(|error| MachineError::File { path: path.to_owned(), error })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_names_a_console_only_if_there_is_one() {
+        assert!(cmdline(true, "").contains("console=ttyS0"));
+        let without = cmdline(false, "debug initcall_debug");
+        assert!(!without.contains("console=") && without.ends_with(" debug initcall_debug"));
+        assert!(!cmdline(false, "").ends_with(' '));
+    }
+}

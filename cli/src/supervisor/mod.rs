@@ -1,0 +1,331 @@
+//! The supervisor: the process that owns one run, from its first instant to its last.
+//!
+//! It holds the run's lock and is the parent of its VMM. The main thread decides; it starts the VMM (which
+//! is killed when that thread ends), and waits for what the other threads report. What comes from the VMM
+//! and from the guest is hostile: it is bounded, it never blocks the main thread, and the machine is ended
+//! without its help.
+
+mod connection;
+mod console;
+mod ending;
+mod machine;
+mod serve;
+
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use guest::host::{Agent, AgentError, Dial, Welcome};
+use guest::message::{ExitRecord, printable};
+use vmm_control::{ControlError, Event, Stats};
+
+use self::connection::Connection;
+use self::ending::Ending;
+use self::machine::Vmm;
+use self::serve::{Shared, own_command, serve};
+use crate::frame::{Frame, Request, Size};
+use crate::home::HomeError;
+use crate::launch;
+use crate::spec::{Phase, Spec, State};
+use crate::store::RunDirectory;
+
+/// How long we wait for the VMM to say why the machine ended, after its connections broke.
+const WHY_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a VMM may take to stop when asked.
+const STOP_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a VMM's process may take to end after its last event.
+const REAP_PATIENCE: Duration = Duration::from_secs(1);
+/// How long a workload has between SIGTERM and SIGKILL when the guest powers off.
+const POWER_OFF_GRACE: Duration = Duration::from_secs(2);
+/// How long an orderly power-off may take, writing back everything included.
+const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
+/// How long other clients have to take their last frames.
+const CLIENT_PATIENCE: Duration = Duration::from_secs(1);
+/// How much later than the agent's client the main thread gives up on a boot: the former knows more.
+const BOOT_SLACK: Duration = Duration::from_millis(500);
+/// Bytes of entropy that a guest gets.
+const ENTROPY: usize = 64;
+
+/// What the main thread is told.
+#[derive(Debug)]
+enum Happening {
+    /// From the VMM.
+    Vmm(Event),
+    /// The VMM closed its control socket, or broke its protocol.
+    VmmGone(ControlError),
+    /// The guest has booted.
+    Booted(Agent),
+    /// The guest has not booted.
+    NotBooted(AgentError),
+    /// The command was started.
+    Started,
+    /// The command ended, or the machine did before it.
+    Ended(Result<ExitRecord, AgentError>),
+    /// The client went away.
+    ClientGone,
+}
+
+/// Owns a run until its end. The process was given the client's connection and the run's lock.
+pub(crate) fn supervise(directory: PathBuf) -> Result<(), String> {
+    let descriptors = launch::inherited(2).map_err(|error| format!("not started by bulkhead run: {error}"))?;
+    let Ok([stream, lock]) = <[_; 2]>::try_from(descriptors) else {
+        return Err("not started by bulkhead run".to_owned());
+    };
+    let run = RunDirectory::at(directory);
+    let spec = run.spec().map_err(|error| error.to_string())?;
+
+    let (sender, happenings) = channel();
+    let mut stream = UnixStream::from(stream);
+    // The client asked before it started us. If it is gone already, the reader finds out.
+    let size = match Frame::read(&mut stream) {
+        Ok(Some(Frame::Request(Request::Primary { size }))) => size,
+        _ => None,
+    };
+    let told = sender.clone();
+    let client = Connection::start(stream, move || drop(told.send(Happening::ClientGone)));
+    let client = Arc::new(client.map_err(|error| error.to_string())?);
+
+    let started = Supervision::start(&run, &spec, sender, happenings, &client, size);
+    let (ending, supervision) = match started {
+        Err(error) => (Ending::not_started(&spec.id, error), None),
+        Ok(mut supervision) => {
+            let ending = supervision.until_the_end();
+            supervision.end_machine(&ending);
+            (ending, Some(supervision))
+        }
+    };
+
+    let mut exit = ending.exit(console::tail(run.path()));
+    // The record first, then the lock, then the client: who hears of the end finds it so.
+    let recorded = if spec.ephemeral { run.remove() } else { run.end(&ending.state()) };
+    if let Err(error) = recorded {
+        exit.error.get_or_insert_with(|| format!("run {}: {error}", spec.id));
+    }
+    drop(lock);
+    if let Some(supervision) = supervision {
+        exit.stats = supervision.stats.map(Box::new);
+        supervision.shared.drain(CLIENT_PATIENCE);
+        // The machine is gone, so this ends when the client has taken what there is, or is gone too.
+        let _ = supervision.command.join();
+    }
+    if let Some(client) = Arc::into_inner(client) {
+        client.finish(Frame::Exit(exit));
+    }
+    Ok(())
+}
+
+/// A run with a VMM.
+struct Supervision<'a> {
+    run: &'a RunDirectory,
+    spec: &'a Spec,
+    happenings: Receiver<Happening>,
+    vmm: Vmm,
+    shared: Arc<Shared>,
+    /// The thread that boots the guest, then runs the command.
+    command: JoinHandle<()>,
+    agent: Option<Agent>,
+    /// Whether the VMM has said that the machine ended.
+    stopped: bool,
+    stats: Option<Stats>,
+    boot_deadline: Option<Instant>,
+}
+
+impl<'a> Supervision<'a> {
+    fn start(
+        run: &'a RunDirectory,
+        spec: &'a Spec,
+        sender: Sender<Happening>,
+        happenings: Receiver<Happening>,
+        client: &Arc<Connection>,
+        size: Option<Size>,
+    ) -> Result<Self, String> {
+        let vmm = Vmm::start(run, spec).map_err(|error| error.to_string())?;
+        // What follows happens while the guest boots.
+        let start_timeout = Duration::from_millis(spec.start_timeout_ms);
+        let deadline = Instant::now().checked_add(start_timeout).ok_or("the start timeout is too long")?;
+        let told = sender.clone();
+        vmm.watch(move |event| {
+            // Nobody listens once the run has ended.
+            let _ = told.send(match event {
+                Ok(event) => Happening::Vmm(event),
+                Err(error) => Happening::VmmGone(error),
+            });
+        })
+        .map_err(|error| error.to_string())?;
+
+        let welcome = Welcome {
+            entropy: entropy().map_err(|error| format!("getrandom: {error}"))?,
+            hostname: spec.name.clone().unwrap_or_else(|| spec.id.clone()),
+        };
+        let command = {
+            let (dialler, client, process) = (vmm.dialler(), Arc::clone(client), own_command(&spec.process, size));
+            let body = move || boot_and_run(dialler, welcome, deadline, process, &client, &sender);
+            Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
+        };
+        let shared = Arc::new(Shared::new(spec.clone(), vmm.control()));
+        let listener = run.listen().map_err(|error| error.to_string())?;
+        let serving = Arc::clone(&shared);
+        Builder::new()
+            .name("serve".into())
+            .spawn(move || serve(&listener, &serving))
+            .map_err(|error| format!("thread: {error}"))?;
+        let boot_deadline = deadline.checked_add(BOOT_SLACK);
+        let (agent, stopped, stats) = (None, false, None);
+        Ok(Self { run, spec, happenings, vmm, shared, command, agent, stopped, stats, boot_deadline })
+    }
+
+    /// Waits for what ends the run.
+    fn until_the_end(&mut self) -> Ending {
+        let id = self.spec.id.as_str();
+        let start_timeout = Duration::from_millis(self.spec.start_timeout_ms);
+        let mut deadline = self.boot_deadline;
+        let mut started = false;
+        loop {
+            let Some(happening) = self.next(deadline) else {
+                return match self.spec.timeout_ms.filter(|_| started) {
+                    Some(timeout) => Ending::timed_out(id, Duration::from_millis(timeout)),
+                    None => Ending::late(id, start_timeout, ""),
+                };
+            };
+            let noted = match happening {
+                Happening::Vmm(Event::Refused { error }) => return Ending::not_started(id, printable(&error)),
+                Happening::Vmm(Event::Stopped { reason, .. }) => {
+                    return Ending::machine(id, &reason, self.agent.is_some());
+                }
+                Happening::VmmGone(_) => return self.vmm_died(),
+                Happening::Vmm(Event::DiskFull { disk }) => {
+                    self.note(started, Some(format!("host-disk-full: disk {disk} waits for room")))
+                }
+                Happening::Vmm(Event::DiskRoom { .. }) => self.note(started, None),
+                Happening::Vmm(Event::Running | Event::Stats(_)) => Ok(()),
+                Happening::Booted(agent) => {
+                    self.shared.set_agent(agent.clone());
+                    self.agent = Some(agent);
+                    Ok(())
+                }
+                Happening::NotBooted(AgentError::Late(detail)) => return Ending::late(id, start_timeout, &detail),
+                Happening::NotBooted(AgentError::Gone) | Happening::Ended(Err(AgentError::Gone)) => return self.why(),
+                Happening::NotBooted(error) | Happening::Ended(Err(error)) => return Ending::agent(id, &error),
+                Happening::Started => {
+                    started = true;
+                    let timeout = self.spec.timeout_ms.map(Duration::from_millis);
+                    deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+                    self.note(started, None)
+                }
+                Happening::Ended(Ok(record)) => {
+                    return Ending::command(&record, self.spec.process.command.first().map_or("", String::as_str));
+                }
+                Happening::ClientGone => return Ending::client_gone(),
+            };
+            if let Err(error) = noted {
+                return Ending::ours(id, error);
+            }
+        }
+    }
+
+    /// The next happening; nothing when the deadline passes first.
+    fn next(&mut self, deadline: Option<Instant>) -> Option<Happening> {
+        let happening = match deadline {
+            None => self.happenings.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(deadline) => self.happenings.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+        };
+        let happening = match happening {
+            Ok(happening) => happening,
+            Err(RecvTimeoutError::Timeout) => return None,
+            // The threads that report are gone, the VMM's among them.
+            Err(RecvTimeoutError::Disconnected) => Happening::VmmGone(ControlError::Closed),
+        };
+        match &happening {
+            Happening::Vmm(Event::Stats(stats)) => self.shared.answer(stats),
+            Happening::Vmm(Event::Stopped { stats, .. }) => {
+                self.stopped = true;
+                self.stats = Some(stats.clone());
+            }
+            Happening::Vmm(Event::Refused { .. }) | Happening::VmmGone(_) => self.stopped = true,
+            _ => {}
+        }
+        Some(happening)
+    }
+
+    /// The agent's connections are gone for good: the VMM says why, or is dead.
+    fn why(&mut self) -> Ending {
+        let deadline = Instant::now().checked_add(WHY_PATIENCE);
+        loop {
+            match self.next(deadline) {
+                Some(Happening::Vmm(Event::Stopped { reason, .. })) => {
+                    return Ending::machine(&self.spec.id, &reason, self.agent.is_some());
+                }
+                Some(Happening::Vmm(Event::Refused { error })) => {
+                    return Ending::not_started(&self.spec.id, printable(&error));
+                }
+                Some(Happening::VmmGone(_)) => return self.vmm_died(),
+                Some(_) => {}
+                None => return Ending::agent(&self.spec.id, &AgentError::Gone),
+            }
+        }
+    }
+
+    fn vmm_died(&mut self) -> Ending {
+        Ending::vmm_died(&self.spec.id, &self.vmm.reap(REAP_PATIENCE))
+    }
+
+    /// Writes down that the run goes on.
+    fn note(&self, started: bool, reason: Option<String>) -> Result<(), HomeError> {
+        let state = if started { Phase::Running } else { Phase::Starting };
+        self.run.write_state(&State { state, reason, exit_code: None }, !self.spec.ephemeral)
+    }
+
+    /// Ends the machine, in whatever way is left, and its VMM. A disk that is kept is written back first.
+    fn end_machine(&mut self, ending: &Ending) {
+        if !self.spec.ephemeral && ending.is_orderly() {
+            if let Some(agent) = self.agent.clone().filter(|_| !self.stopped) {
+                // The answer may never come; whether the machine ended is what counts.
+                let asked = Builder::new().name("power-off".into()).spawn(move || agent.poweroff(POWER_OFF_GRACE));
+                if asked.is_ok() {
+                    self.await_stop(POWER_OFF_PATIENCE);
+                }
+            }
+        }
+        if !self.stopped && self.vmm.ask_to_stop().is_ok() {
+            self.await_stop(STOP_PATIENCE);
+        }
+        self.vmm.reap(if self.stopped { REAP_PATIENCE } else { Duration::ZERO });
+    }
+
+    fn await_stop(&mut self, patience: Duration) {
+        let deadline = Instant::now().checked_add(patience);
+        while !self.stopped && self.next(deadline).is_some() {}
+    }
+}
+
+/// Boots the guest, runs the command, and reports each step.
+fn boot_and_run(
+    dialler: Arc<dyn Dial>,
+    welcome: Welcome,
+    deadline: Instant,
+    process: guest::message::ExecSpec,
+    client: &Connection,
+    sender: &Sender<Happening>,
+) {
+    // Nobody listens once the run has ended.
+    let tell = |happening| drop(sender.send(happening));
+    let agent = match Agent::connect(dialler, welcome, deadline) {
+        Ok(agent) => agent,
+        Err(error) => return tell(Happening::NotBooted(error)),
+    };
+    tell(Happening::Booted(agent.clone()));
+    tell(Happening::Ended(agent.exec(process).and_then(|exec| {
+        tell(Happening::Started);
+        client.relay(exec)
+    })));
+}
+
+fn entropy() -> Result<Vec<u8>, rustix::io::Errno> {
+    let mut bytes = vec![0; ENTROPY];
+    // So few bytes come whole.
+    let n = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    if n == bytes.len() { Ok(bytes) } else { Err(rustix::io::Errno::AGAIN) }
+}

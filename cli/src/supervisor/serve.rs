@@ -1,0 +1,227 @@
+//! The run's socket: other commands, and questions.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use guest::host::{Agent, AgentError};
+use guest::message::{ExecKind, ExecSpec, Terminal};
+use vmm_control::{ControlSocket, Stats};
+
+use super::connection::Connection;
+use super::ending::exit_of;
+use crate::environment::merge;
+use crate::frame::{Exec, Frame, Request, Size};
+use crate::spec::{Process, Spec};
+
+/// Most clients at once.
+const MAX_CLIENTS: usize = 64;
+/// How long a client may take to say what it wants, and the VMM to answer a question.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What the threads that serve clients share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    spec: Spec,
+    control: Arc<ControlSocket>,
+    agent: OnceLock<Agent>,
+    execs: AtomicU64,
+    asking: Mutex<Vec<Sender<Stats>>>,
+    clients: Mutex<usize>,
+    left: Condvar,
+}
+
+impl Shared {
+    /// For a run whose VMM has this control socket.
+    pub(super) fn new(spec: Spec, control: Arc<ControlSocket>) -> Self {
+        Self {
+            spec,
+            control,
+            agent: OnceLock::new(),
+            execs: AtomicU64::new(0),
+            asking: Mutex::default(),
+            clients: Mutex::default(),
+            left: Condvar::new(),
+        }
+    }
+
+    /// The guest has booted.
+    pub(super) fn set_agent(&self, agent: Agent) {
+        // There is one boot, and so one agent.
+        let _ = self.agent.set(agent);
+    }
+
+    /// The VMM answered: so does everyone's question.
+    pub(super) fn answer(&self, stats: &Stats) {
+        for who in std::mem::take(&mut *self.asking.lock().unwrap_or_else(PoisonError::into_inner)) {
+            // Someone who has stopped waiting is no loss.
+            let _ = who.send(stats.clone());
+        }
+    }
+
+    /// Waits a moment for clients to get their last frames.
+    pub(super) fn drain(&self, patience: Duration) {
+        let clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = self.left.wait_timeout_while(clients, patience, |clients| *clients > 0);
+    }
+
+    fn enter(&self) -> bool {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = *clients < MAX_CLIENTS;
+        *clients = clients.saturating_add(usize::from(room));
+        room
+    }
+
+    fn leave(&self) {
+        let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
+        *clients = clients.saturating_sub(1);
+        self.left.notify_all();
+    }
+}
+
+/// Serves clients for the rest of the process's life.
+pub(super) fn serve(listener: &UnixListener, shared: &Arc<Shared>) {
+    loop {
+        let Ok((stream, _)) = listener.accept() else {
+            // Out of descriptors, for now: what is open will be closed.
+            std::thread::sleep(Duration::from_millis(100));
+            continue;
+        };
+        if !shared.enter() {
+            // Dropped: the client says that the supervisor closed the connection.
+            continue;
+        }
+        let theirs = Arc::clone(shared);
+        let thread = std::thread::Builder::new().name("client".into()).spawn(move || {
+            client(stream, &theirs);
+            theirs.leave();
+        });
+        if thread.is_err() {
+            shared.leave();
+        }
+    }
+}
+
+/// One client, from its request to its last frame.
+fn client(mut stream: UnixStream, shared: &Shared) {
+    if stream.set_read_timeout(Some(PATIENCE)).is_err() {
+        return;
+    }
+    let Ok(Some(Frame::Request(request))) = Frame::read(&mut stream) else { return };
+    if stream.set_read_timeout(None).is_err() {
+        return;
+    }
+    let Ok(connection) = Connection::start(stream, || ()) else { return };
+    match request {
+        Request::Exec(exec) => run(connection, exec, shared),
+        Request::Stats => match stats(shared) {
+            Some(stats) => connection.finish(Frame::Stats(Box::new(stats))),
+            None => connection.refuse(format!("run {}: its VMM does not answer", shared.spec.id)),
+        },
+        Request::Primary { .. } => connection.refuse(format!("run {}: its command has its client", shared.spec.id)),
+    }
+}
+
+fn run(connection: Connection, exec: Exec, shared: &Shared) {
+    let id = &shared.spec.id;
+    let Some(agent) = shared.agent.get() else {
+        return connection.refuse(format!("run {id}: it is still starting; try again in a moment"));
+    };
+    let number = shared.execs.fetch_add(1, Ordering::Relaxed);
+    let spec = another_command(format!("exec-{number}"), exec, &shared.spec.process);
+    let command = command_of(&spec).to_owned();
+    let record = agent.exec(spec).and_then(|exec| connection.relay(exec));
+    match record {
+        Ok(record) => connection.finish(Frame::Exit(exit_of(&record, &command))),
+        Err(AgentError::Gone) => connection.refuse(format!("run {id}: it ended before the command did")),
+        Err(error) => connection.refuse(format!("run {id}: {error}")),
+    }
+}
+
+fn stats(shared: &Shared) -> Option<Stats> {
+    let (sender, answer) = channel();
+    shared.asking.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
+    shared.control.send(&vmm_control::Request::Stats, &[]).ok()?;
+    answer.recv_timeout(PATIENCE).ok()
+}
+
+/// The run's own command, as the agent is told.
+pub(super) fn own_command(process: &Process, size: Option<Size>) -> ExecSpec {
+    ExecSpec {
+        env: process.env.clone(),
+        user: process.user.clone(),
+        cwd: process.workdir.clone(),
+        stdin: process.stdin,
+        terminal: process.tty.then(|| terminal(size, &process.term)),
+        ..ExecSpec::command("main", process.command.clone())
+    }
+}
+
+/// Another command: what it does not say is as in the run's own.
+fn another_command(id: String, exec: Exec, own: &Process) -> ExecSpec {
+    ExecSpec {
+        env: merge(&own.env, &exec.env),
+        user: exec.user.or_else(|| own.user.clone()),
+        cwd: exec.workdir.or_else(|| own.workdir.clone()),
+        stdin: exec.stdin,
+        terminal: exec.tty.map(|size| terminal(Some(size), &exec.term)),
+        ..ExecSpec::command(id, exec.command)
+    }
+}
+
+fn terminal(size: Option<Size>, term: &str) -> Terminal {
+    let size = size.unwrap_or(Size { rows: 24, columns: 80 });
+    Terminal { rows: size.rows, cols: size.columns, term: term.to_owned() }
+}
+
+/// What the command is called.
+pub(super) fn command_of(spec: &ExecSpec) -> &str {
+    match &spec.kind {
+        ExecKind::Command { args } => args.first().map_or("", String::as_str),
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own() -> Process {
+        Process {
+            command: vec!["sh".into()],
+            env: vec!["A=1".into(), "B=1".into()],
+            workdir: Some("/work".into()),
+            user: Some("1000".into()),
+            stdin: false,
+            tty: false,
+            term: "xterm".into(),
+        }
+    }
+
+    #[test]
+    fn another_command_inherits_what_it_does_not_say() {
+        let exec = Exec {
+            command: vec!["id".into()],
+            env: vec!["B=2".into()],
+            workdir: None,
+            user: Some("root".into()),
+            stdin: true,
+            tty: Some(Size { rows: 50, columns: 132 }),
+            term: "screen".into(),
+        };
+        let spec = another_command("exec-0".into(), exec, &own());
+        assert_eq!(spec.env, ["A=1", "B=2"]);
+        assert_eq!((spec.user.as_deref(), spec.cwd.as_deref()), (Some("root"), Some("/work")));
+        assert_eq!(spec.terminal, Some(Terminal { rows: 50, cols: 132, term: "screen".into() }));
+        assert!(spec.check().is_ok() && command_of(&spec) == "id");
+    }
+
+    #[test]
+    fn a_terminal_only_if_it_was_asked_for() {
+        assert_eq!(own_command(&own(), Some(Size { rows: 1, columns: 1 })).terminal, None);
+        let terminal = own_command(&Process { tty: true, ..own() }, None).terminal.unwrap();
+        assert_eq!((terminal.rows, terminal.cols), (24, 80));
+    }
+}
