@@ -292,6 +292,7 @@ impl Index {
 
     /// Bytes of memory that the table takes.
     #[cfg(test)]
+    #[allow(clippy::arithmetic_side_effects)]
     pub(super) fn memory(&self) -> usize {
         let chunks = self.slots.iter().filter(|slot| slot.cells.get().is_some()).count();
         self.slots.len() * size_of::<Slot>() + self.new.len() * 8 + chunks * CHUNK

@@ -37,7 +37,7 @@ impl State {
 }
 
 /// FNV-1a. It finds damage by accident; the store's BLAKE3 finds the rest.
-fn checksum(bytes: &[u8]) -> u64 {
+pub(super) fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 

@@ -42,7 +42,7 @@ mod host;
 mod index;
 mod layer;
 #[cfg(test)]
-#[allow(clippy::arithmetic_side_effects)]
+#[allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 mod tests;
 
 use std::fs::File;
