@@ -4,7 +4,7 @@
 //! credit; one takes signals. Both send frames under one lock: the supervisor always reads, so it is never
 //! held for long.
 
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};

@@ -11,8 +11,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use vmm_control::Stats;
 
-/// Most bytes of a payload.
-pub(crate) const MAX_PAYLOAD: usize = 64 << 10;
+/// Most bytes of a payload: the VMM's longest message, and room for what is said beside it.
+pub(crate) const MAX_PAYLOAD: usize = 128 << 10;
 /// Most bytes of standard input that a client may have sent and the supervisor not passed on: the credit
 /// with which a connection starts. [`Frame::StdinRoom`] gives back what was passed on.
 pub(crate) const STDIN_WINDOW: usize = 256 << 10;

@@ -154,6 +154,7 @@ impl Home {
     }
 
     /// Takes a directory as it is.
+    #[cfg(test)]
     pub(crate) fn at(path: PathBuf) -> Self {
         Self(path)
     }

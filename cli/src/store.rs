@@ -51,7 +51,7 @@ pub(crate) enum StoreError {
         ids: Vec<String>,
     },
     /// A run without a supervisor.
-    #[error("run {id}: it is {phase}, not running")]
+    #[error("run {id}: not running; its state is {phase}")]
     NotRunning {
         /// Which.
         id: String,

@@ -248,7 +248,7 @@ mod tests {
     fn connection() -> (UnixStream, Connection, mpsc::Receiver<()>) {
         let (client, ours) = UnixStream::pair().unwrap();
         let (gone, told) = mpsc::channel();
-        let connection = Connection::start(ours, move || drop(gone.send(()))).unwrap();
+        let connection = Connection::start(ours, move || gone.send(()).unwrap_or_default()).unwrap();
         (client, connection, told)
     }
 
@@ -262,7 +262,7 @@ mod tests {
     #[test]
     fn input_beyond_the_window_ends_the_connection() {
         let (mut client, _connection, told) = connection();
-        for _ in 0..4 {
+        for _ in 0..STDIN_WINDOW / MAX_PAYLOAD {
             Frame::Stdin(vec![0; MAX_PAYLOAD]).write(&mut client).unwrap();
         }
         assert!(told.recv_timeout(Duration::from_millis(50)).is_err());

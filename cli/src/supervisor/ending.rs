@@ -57,19 +57,15 @@ impl Ending {
 
     /// The run did not come to run its command.
     pub(super) fn not_started(id: &str, why: impl std::fmt::Display) -> Self {
-        Self::fault(format!("cannot start run {id}: {why}"), false)
+        Self::fault(&format!("cannot start run {id}"), why.to_string(), false)
     }
 
     /// The guest did not boot in time.
     pub(super) fn late(id: &str, after: Duration, detail: &str) -> Self {
         let after = show_duration(after);
         let detail = if detail.is_empty() { String::new() } else { format!(" ({detail})") };
-        Self::fault(
-            format!(
-                "cannot start run {id}: the guest did not boot within {after}{detail}; give it more --start-timeout"
-            ),
-            true,
-        )
+        let why = format!("the guest did not boot within {after}{detail}; give it more --start-timeout");
+        Self::fault(&format!("cannot start run {id}"), why, true)
     }
 
     /// The machine ended before the command.
@@ -77,34 +73,35 @@ impl Ending {
         let when = if booted { "before the command ended" } else { "while it booted" };
         let (what, quote) = match reason {
             StopReason::PowerOff => (format!("the guest powered off {when}"), true),
-            StopReason::Reset { by } => (
-                format!("the guest's kernel reset the machine {when} ({}): it panicked or rebooted", printable(by)),
-                true,
-            ),
+            StopReason::Reset { by } => {
+                let by = printable(by);
+                (format!("the guest's kernel reset the machine {when} ({by}): it panicked or rebooted"), true)
+            }
             StopReason::Asked => (format!("the VMM was stopped {when}"), false),
             StopReason::StorageFailed { disk, error } => (format!("disk {disk} failed: {}", printable(error)), false),
             StopReason::KvmFailed { error } => (format!("KVM failed: {}", printable(error)), true),
         };
-        Self::fault(format!("run {id}: {what}"), quote)
+        Self::fault(&format!("run {id}"), what, quote)
     }
 
     /// The VMM died.
     pub(super) fn vmm_died(id: &str, how: &str) -> Self {
-        Self::fault(format!("run {id}: its VMM ended unexpectedly ({how})"), true)
+        Self::fault(&format!("run {id}"), format!("its VMM ended unexpectedly ({how})"), true)
     }
 
     /// The agent could not go on.
     pub(super) fn agent(id: &str, error: &AgentError) -> Self {
-        Self::fault(format!("run {id}: the guest's agent: {error}"), true)
+        Self::fault(&format!("run {id}"), format!("the guest's agent: {error}"), true)
     }
 
     /// We could not go on.
     pub(super) fn ours(id: &str, error: impl std::fmt::Display) -> Self {
-        Self::fault(format!("run {id}: {error}"), false)
+        Self::fault(&format!("run {id}"), error.to_string(), false)
     }
 
-    fn fault(error: String, quote_console: bool) -> Self {
-        Self { phase: Phase::Failed, reason: error.clone(), code: 125, error: Some(error), quote_console }
+    fn fault(thing: &str, reason: String, quote_console: bool) -> Self {
+        let error = Some(format!("{thing}: {reason}"));
+        Self { phase: Phase::Failed, reason, code: 125, error, quote_console }
     }
 
     /// Whether the machine can be powered off in good order: it is not the one that failed.

@@ -103,8 +103,14 @@ impl Vmm {
     ) -> Result<(), MachineError> {
         let control = Arc::clone(&self.control);
         let gone = Arc::clone(&self.gone);
+        let receive = move || control.receive::<Event>().map(|(event, _)| event);
         let watch = move || loop {
-            let event = control.receive::<Event>().map(|(event, _)| event);
+            // A VMM that ends before it has read all that we sent is reported as a reset, ahead of its last
+            // words: these are still there.
+            let event = match receive() {
+                Err(ControlError::Closed) => receive(),
+                other => other,
+            };
             // Before anyone is told, so that nobody dials a machine that is known to be gone.
             let last = matches!(event, Err(_) | Ok(Event::Stopped { .. } | Event::Refused { .. }));
             gone.fetch_or(last, Ordering::Release);

@@ -195,7 +195,7 @@ impl<'a> Supervision<'a> {
                 Happening::Vmm(Event::Stopped { reason, .. }) => {
                     return Ending::machine(id, &reason, self.agent.is_some());
                 }
-                Happening::VmmGone(_) => return self.vmm_died(),
+                Happening::VmmGone(error) => return self.vmm_died(&error),
                 Happening::Vmm(Event::DiskFull { disk }) => {
                     self.note(started, Some(format!("host-disk-full: disk {disk} waits for room")))
                 }
@@ -261,15 +261,19 @@ impl<'a> Supervision<'a> {
                 Some(Happening::Vmm(Event::Refused { error })) => {
                     return Ending::not_started(&self.spec.id, printable(&error));
                 }
-                Some(Happening::VmmGone(_)) => return self.vmm_died(),
+                Some(Happening::VmmGone(error)) => return self.vmm_died(&error),
                 Some(_) => {}
                 None => return Ending::agent(&self.spec.id, &AgentError::Gone),
             }
         }
     }
 
-    fn vmm_died(&mut self) -> Ending {
-        Ending::vmm_died(&self.spec.id, &self.vmm.reap(REAP_PATIENCE))
+    fn vmm_died(&mut self, error: &ControlError) -> Ending {
+        let how = self.vmm.reap(REAP_PATIENCE);
+        match error {
+            ControlError::Closed => Ending::vmm_died(&self.spec.id, &how),
+            broken => Ending::vmm_died(&self.spec.id, &printable(&broken.to_string())),
+        }
     }
 
     /// Writes down that the run goes on.
