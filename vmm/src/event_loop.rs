@@ -1,6 +1,5 @@
 //! The loop that owns every device, answers the supervisor and ends the machine.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -8,7 +7,7 @@ use std::sync::mpsc::Sender;
 use std::sync::Arc;
 
 use rustix::event::epoll;
-use vmm_control::{ControlError, ControlSocket, Event, ExitCounts, Request, Stats, StopReason};
+use vmm_control::{ControlError, ControlSocket, Event, Mark, Request, Stats, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::machine::{Console, Machine, VSOCK};
@@ -29,7 +28,7 @@ const SOCKETS: u64 = u64::MAX - 2;
 pub struct EventLoop {
     control: ControlSocket,
     machine: Running,
-    marks: BTreeMap<u8, ExitCounts>,
+    marks: Vec<Mark>,
     /// vCPUs that wait for the reset of a device.
     resetting: Vec<(usize, Sender<()>)>,
     console_left: usize,
@@ -64,7 +63,7 @@ impl EventLoop {
             console: machine.console,
             vcpus,
         };
-        let (marks, resetting) = (BTreeMap::new(), Vec::new());
+        let (marks, resetting) = (Vec::new(), Vec::new());
         Ok(Self { control, machine, marks, resetting, console_left: CONSOLE_LIMIT })
     }
 
@@ -153,9 +152,7 @@ impl EventLoop {
                         let _ = done.send(());
                     }
                 }
-                Message::Mark(mark, counts) => {
-                    self.marks.entry(mark).or_insert(counts);
-                }
+                Message::Mark(mark, exits) => self.marks.push(Mark { mark, exits }),
                 Message::QueueReleased { device } => self.on_released(device),
                 Message::QueueBroken { device } => self.broken(device),
                 Message::DiskFull { disk, full } => {

@@ -61,8 +61,13 @@ pub const RESET_VALUE: u8 = 1;
 pub const KEYBOARD_PORT: u16 = 0x64;
 /// Its command to pulse the reset line.
 pub const KEYBOARD_RESET: u8 = 0xfe;
-/// Data port of the CMOS clock that does not exist.
+/// Index port of the CMOS clock that does not exist. Starting a vCPU writes a shutdown code there.
+pub const CMOS_INDEX_PORT: u16 = 0x70;
+/// Its data port.
 pub const CMOS_DATA_PORT: u16 = 0x71;
+
+/// Index port of the PCI configuration space that does not exist: a kernel looks whatever it is told.
+pub const PCI_INDEX_PORT: u16 = 0xcf8;
 
 /// Guest memory as ranges of (start, length), in order, without the hole.
 pub fn ram_ranges(memory: u64) -> Vec<(u64, u64)> {

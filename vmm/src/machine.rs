@@ -141,6 +141,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
     )?;
 
     let mut wiring = Wiring { vm: &vm, ram: &ram, pages: &pages, transports: Vec::new(), kicks: Vec::new(), absorbed: Vec::new() };
+    wiring.absorb_ports()?;
     wiring.add_vsock()?;
     wiring.add_rng()?;
     for (index, (disk, layers)) in config.disks.iter().zip(parts.disks).enumerate() {
@@ -299,6 +300,21 @@ struct Wiring<'a> {
 }
 
 impl Wiring<'_> {
+    /// Lets KVM itself take writes to ports that every kernel tries and where nothing is: no exit to user space.
+    fn absorb_ports(&mut self) -> Result<(), MachineError> {
+        for port in [layout::CMOS_INDEX_PORT, layout::CMOS_DATA_PORT, layout::PCI_INDEX_PORT] {
+            self.absorb(IoEventAddress::Pio(u64::from(port)))?;
+        }
+        Ok(())
+    }
+
+    fn absorb(&mut self, address: IoEventAddress) -> Result<(), MachineError> {
+        let unread = io("eventfd", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
+        kvm("KVM_IOEVENTFD", self.vm.register_ioevent(&unread, &address, NoDatamatch))?;
+        self.absorbed.push(unread);
+        Ok(())
+    }
+
     fn add_vsock(&mut self) -> Result<(), MachineError> {
         let interrupt = self.interrupt()?;
         let kicks = self.loop_kicks(VsockDevice::QUEUES)?;
@@ -342,10 +358,7 @@ impl Wiring<'_> {
 
     fn add(&mut self, device: Device) -> Result<(), MachineError> {
         let index = self.transports.len();
-        let acknowledge = io("eventfd", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
-        let address = IoEventAddress::Mmio(self.window().saturating_add(INTERRUPT_ACK));
-        kvm("KVM_IOEVENTFD", self.vm.register_ioevent(&acknowledge, &address, NoDatamatch))?;
-        self.absorbed.push(acknowledge);
+        self.absorb(IoEventAddress::Mmio(self.window().saturating_add(INTERRUPT_ACK)))?;
         let page = RegisterPage::new(self.pages.clone(), index);
         self.transports.push(Transport::new(device, page, self.ram.clone()));
         Ok(())

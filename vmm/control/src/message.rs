@@ -1,7 +1,5 @@
 //! What the two sides say to each other.
 
-use std::collections::BTreeMap;
-
 use serde::{Deserialize, Serialize};
 
 /// Most vCPUs of a machine.
@@ -136,11 +134,21 @@ pub enum StopReason {
 pub struct Stats {
     /// Exits to user space until now.
     pub exits: ExitCounts,
-    /// Exits to user space when the guest wrote a mark to port 0x3f0, by mark. A guest may write any byte
-    /// there, and only the first of each counts: these are for measuring, nothing relies on them.
-    pub marks: BTreeMap<u8, ExitCounts>,
+    /// Marks that the guest wrote to port 0x3f0, in their order. A guest may write any byte there, and only
+    /// the first of each counts: these are for measuring, nothing relies on them.
+    pub marks: Vec<Mark>,
     /// Each disk's counters.
     pub blocks: Vec<BlockStats>,
+}
+
+/// A mark that the guest wrote.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mark {
+    /// The byte.
+    pub mark: u8,
+    /// Exits to user space until then, its own included.
+    pub exits: ExitCounts,
 }
 
 /// Exits to user space, by kind.

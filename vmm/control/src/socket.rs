@@ -119,7 +119,7 @@ impl AsFd for ControlSocket {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Event, Request};
+    use crate::{BlockStats, Event, ExitCounts, Mark, Request, Stats, StopReason};
 
     #[test]
     fn a_message_arrives_with_its_descriptors() {
@@ -129,6 +129,23 @@ mod tests {
         let (message, descriptors) = b.receive::<Request>().unwrap();
         assert_eq!(message, Request::Connect { port: 7 });
         assert_eq!(descriptors.len(), 2);
+    }
+
+    #[test]
+    fn every_event_survives_the_way() {
+        let (a, b) = ControlSocket::pair().unwrap();
+        let exits = ExitCounts { total: 7, ..ExitCounts::default() };
+        let stats = Stats { exits, marks: vec![Mark { mark: 1, exits }], blocks: vec![BlockStats::default()] };
+        for event in [
+            Event::Running,
+            Event::Refused { error: "memory".into() },
+            Event::DiskFull { disk: 1 },
+            Event::Stats(stats.clone()),
+            Event::Stopped { reason: StopReason::Reset { by: "acpi".into() }, stats },
+        ] {
+            a.send(&event, &[]).unwrap();
+            assert_eq!(b.receive::<Event>().unwrap().0, event);
+        }
     }
 
     #[test]
