@@ -8,7 +8,9 @@
 
 #![deny(unsafe_code)]
 
+pub mod agent;
 pub mod frame;
 pub mod host;
 pub mod message;
+mod sys;
 pub mod window;

@@ -1,0 +1,13 @@
+//! The guest's end: PID 1 of the machine. It stays in the initramfs; the workload has namespaces of its own.
+
+mod cgroup;
+mod child;
+mod connection;
+mod exec;
+mod machine;
+mod server;
+mod tarball;
+mod user;
+mod workload;
+
+pub use machine::{boot, serve_directory};

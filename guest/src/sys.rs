@@ -1,0 +1,153 @@
+//! The few calls that neither the standard library nor rustix makes safely. Nothing else in this crate is unsafe.
+
+#![allow(unsafe_code)]
+
+use rustix::{
+    fd::OwnedFd,
+    process::{Pid, Signal},
+    thread::UnshareFlags,
+};
+use std::{
+    ffi::{c_int, c_void},
+    fs::File,
+    io,
+    os::fd::{AsRawFd, FromRawFd, RawFd},
+};
+
+/// The port whose writes the VMM counts and times. Elsewhere nobody listens on it.
+const MARK_PORT: u16 = 0x3f0;
+
+/// Writes a byte to the mark port: one exit of the vCPU, by which tests divide a boot into parts. The right to use
+/// ports is given back at once, because children inherit it. Without the right to ask for it nothing happens.
+pub(crate) fn mark(value: u8) {
+    // SAFETY: iopl changes the privilege of port instructions for this thread, nothing in memory.
+    if unsafe { libc::syscall(libc::SYS_iopl, 3) } != 0 {
+        return;
+    }
+    // SAFETY: iopl just allowed the instruction; it touches no memory and no flags, and no device has this port.
+    unsafe {
+        std::arch::asm!("out dx, al", in("dx") MARK_PORT, in("al") value, options(nomem, nostack, preserves_flags));
+    }
+    // SAFETY: as the first.
+    unsafe { libc::syscall(libc::SYS_iopl, 0) };
+}
+
+/// Makes a copy of this process; `None` in the copy.
+pub(crate) fn fork() -> io::Result<Option<Pid>> {
+    // SAFETY: the agent has one thread, so the copy holds no lock of a thread that it does not have, and may go on
+    // to run ordinary code.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        pid => Ok(Pid::from_raw(pid)),
+    }
+}
+
+/// Ends a forked copy without running what the original registered for its own end.
+pub(crate) fn exit_now(status: c_int) -> ! {
+    // SAFETY: _exit touches no memory of this process.
+    unsafe { libc::_exit(status) }
+}
+
+/// Leaves namespaces for new ones.
+pub(crate) fn unshare(flags: UnshareFlags) -> io::Result<()> {
+    // SAFETY: unsafe because of CLONE_FILES, which would give the thread a descriptor table of its own; the agent has
+    // one thread, and never passes that flag.
+    unsafe { rustix::thread::unshare_unsafe(flags) }.map_err(Into::into)
+}
+
+/// Closes every descriptor from 3 up that is not in `keep`. For forked copies that never return to the code that owns
+/// those descriptors: they execute something or end by [`exit_now`].
+pub(crate) fn close_all_but(keep: &[RawFd]) {
+    let mut keep: Vec<u32> = keep.iter().filter_map(|fd| u32::try_from(*fd).ok()).filter(|fd| *fd > 2).collect();
+    keep.sort_unstable();
+    let mut first = 3;
+    for kept in keep {
+        if kept > first {
+            close_range(first, kept - 1);
+        }
+        first = kept + 1;
+    }
+    close_range(first, u32::MAX);
+}
+
+fn close_range(first: u32, last: u32) {
+    // SAFETY: closes descriptors that nothing in this copy of the process uses or drops any more, as the caller says.
+    unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
+}
+
+/// Ignores a signal. For SIGCHLD: children are then reaped by the kernel.
+pub(crate) fn ignore(signal: c_int) {
+    // SAFETY: SIG_IGN installs no handler of ours.
+    unsafe { libc::signal(signal, libc::SIG_IGN) };
+}
+
+/// A signal by its number: all but the two that the C library keeps for its threads.
+pub(crate) fn signal(number: c_int) -> Option<Signal> {
+    if !matches!(number, 1..=31 | 34..=64) {
+        return None;
+    }
+    // SAFETY: unsafe because of what handling a reserved signal might do; this process only sends it.
+    std::num::NonZeroI32::new(number).map(|number| unsafe { Signal::from_raw_nonzero_unchecked(number) })
+}
+
+/// A non-blocking listener on a vsock port, for connections from anywhere.
+pub(crate) fn vsock_listener(port: u32) -> io::Result<OwnedFd> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: makes a descriptor or fails.
+    let raw = check(unsafe { libc::socket(libc::AF_VSOCK, kind, 0) })?;
+    // SAFETY: the kernel just gave it, and nobody else has it.
+    let socket = unsafe { OwnedFd::from_raw_fd(raw) };
+    // SAFETY: a C struct of integers, for which zero is a value.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = narrow(libc::AF_VSOCK)?;
+    address.svm_port = port;
+    address.svm_cid = libc::VMADDR_CID_ANY;
+    let length = narrow(size_of::<libc::sockaddr_vm>())?;
+    // SAFETY: the address is valid for its length during the call.
+    check(unsafe { libc::bind(raw, (&raw const address).cast(), length) })?;
+    rustix::net::listen(&socket, 128)?;
+    Ok(socket)
+}
+
+/// Adds bytes to the kernel's random pool, counts each as eight bits of entropy, and has the generator take them.
+pub(crate) fn add_entropy(random: &File, bytes: &[u8]) -> io::Result<()> {
+    const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
+    const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
+    let size: c_int = narrow(bytes.len())?;
+    let bits = size.checked_mul(8).ok_or(io::ErrorKind::InvalidInput)?;
+    // struct rand_pool_info: two ints, then the bytes.
+    let mut info = Vec::with_capacity(bytes.len() + 8);
+    info.extend_from_slice(&bits.to_ne_bytes());
+    info.extend_from_slice(&size.to_ne_bytes());
+    info.extend_from_slice(bytes);
+    // SAFETY: the kernel reads two ints and then `size` bytes, all of which are in `info`.
+    check(unsafe { libc::ioctl(random.as_raw_fd(), RNDADDENTROPY, info.as_ptr().cast::<c_void>()) })?;
+    // SAFETY: takes no argument.
+    check(unsafe { libc::ioctl(random.as_raw_fd(), RNDRESEEDCRNG) })?;
+    Ok(())
+}
+
+/// Sets the loopback interface up.
+pub(crate) fn loopback_up() -> io::Result<()> {
+    let kind = rustix::net::SocketFlags::CLOEXEC;
+    let socket =
+        rustix::net::socket_with(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, kind, None)?;
+    // SAFETY: a C struct of integers and bytes, for which zero is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, byte) in request.ifr_name.iter_mut().zip(*b"lo") {
+        *to = narrow(byte)?;
+    }
+    request.ifr_ifru.ifru_flags = narrow(libc::IFF_UP | libc::IFF_RUNNING)?;
+    // SAFETY: the kernel reads one ifreq.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) })?;
+    Ok(())
+}
+
+/// A number as C's structures want it.
+fn narrow<T, U: TryFrom<T>>(value: T) -> io::Result<U> {
+    U::try_from(value).map_err(|_| io::ErrorKind::InvalidInput.into())
+}
+
+fn check(result: c_int) -> io::Result<c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
