@@ -335,3 +335,7 @@ impl Server {
         self.backing.mailbox.send(Message::DiskFull { disk: self.backing.index, full });
     }
 }
+
+#[cfg(test)]
+#[path = "block_tests.rs"]
+mod tests;

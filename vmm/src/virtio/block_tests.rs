@@ -1,0 +1,336 @@
+//! The disk device behind hand-made rings, with a driver in the test's thread.
+
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+use snapshot::disk::{LayerFiles, create_layer};
+use virtio_queue::QueueState;
+use vm_memory::{Address, Bytes, GuestAddress};
+
+use super::*;
+use crate::mailbox::{Inbox, mailbox};
+use crate::memory::guest_ram;
+
+const DISK: u64 = 8 << 20;
+const DESC: u64 = 0x1000;
+const AVAIL: u64 = 0x4000;
+const USED: u64 = 0x6000;
+const HEADER: u64 = 0x9000;
+const STATUS: u64 = 0x9800;
+const DATA: u64 = 0x1_0000;
+
+struct Driver {
+    block: Block,
+    ram: Ram,
+    kick: EventFd,
+    interrupt: EventFd,
+    inbox: Inbox,
+    offered: u16,
+}
+
+impl Driver {
+    fn new(read_only: bool) -> Self {
+        let (data, map) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        create_layer(&data, &map, DISK).unwrap();
+        Self::over(vec![LayerFiles { data, map: Some(map) }], read_only)
+    }
+
+    fn over(layers: Vec<LayerFiles<File>>, read_only: bool) -> Self {
+        let ram = guest_ram(4 << 20).unwrap();
+        let interrupt = Arc::new(EventFd::new(libc::EFD_NONBLOCK).unwrap());
+        let (sender, inbox) = mailbox().unwrap();
+        let backing = Backing {
+            disk: Arc::new(Disk::open(layers, read_only).unwrap()),
+            device: 7,
+            index: 0,
+            id: *b"a disk of this test!",
+            ram: ram.clone(),
+            interrupt: interrupt.clone(),
+            mailbox: sender,
+            counters: Arc::new(Counters::default()),
+        };
+        let kick = EventFd::new(0).unwrap();
+        let block = Block::new(backing, read_only, vec![kick.try_clone().unwrap()]).unwrap();
+        let interrupt = interrupt.try_clone().unwrap();
+        let mut driver = Self { block, ram, kick, interrupt, inbox, offered: 0 };
+        driver.activate();
+        driver
+    }
+
+    fn activate(&mut self) {
+        for ring in [AVAIL, USED] {
+            self.ram.write_slice(&[0; 0x1000], GuestAddress(ring)).unwrap();
+        }
+        self.offered = 0;
+        let state = QueueState {
+            max_size: QUEUE_SIZE,
+            size: QUEUE_SIZE,
+            ready: true,
+            desc_table: DESC,
+            avail_ring: AVAIL,
+            used_ring: USED,
+            ..QueueState::default()
+        };
+        assert!(self.block.activate(vec![Some(Queue::try_from(state).unwrap())], 0));
+    }
+
+    /// Writes a chain of (address, length, device may write) and offers it.
+    fn offer(&mut self, chain: &[(u64, u32, bool)]) {
+        for (index, (address, length, writable)) in chain.iter().enumerate() {
+            let at = GuestAddress(DESC + 16 * index as u64);
+            let last = index + 1 == chain.len();
+            let flags = u16::from(!last) | u16::from(*writable) << 1;
+            self.ram.write_obj(*address, at).unwrap();
+            self.ram.write_obj(*length, at.unchecked_add(8)).unwrap();
+            self.ram.write_obj(flags, at.unchecked_add(12)).unwrap();
+            self.ram.write_obj(index as u16 + 1, at.unchecked_add(14)).unwrap();
+        }
+        let slot = AVAIL + 4 + 2 * u64::from(self.offered % QUEUE_SIZE);
+        self.ram.write_obj(0u16, GuestAddress(slot)).unwrap();
+        self.offered += 1;
+        self.ram.write_obj(self.offered, GuestAddress(AVAIL + 2)).unwrap();
+        self.kick.write(1).unwrap();
+    }
+
+    fn wait(&self, mut done: impl FnMut() -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !done() {
+            assert!(Instant::now() < deadline, "the device did not answer");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Offers a chain and waits until it is used. Returns the length that the device says it wrote.
+    fn answer(&mut self, chain: &[(u64, u32, bool)]) -> u32 {
+        self.offer(chain);
+        let offered = self.offered;
+        self.wait(|| self.ram.read_obj::<u16>(GuestAddress(USED + 2)).unwrap() == offered);
+        self.wait(|| self.interrupt.read().is_ok());
+        let slot = USED + 4 + 8 * u64::from((offered - 1) % QUEUE_SIZE);
+        self.ram.read_obj(GuestAddress(slot + 4)).unwrap()
+    }
+
+    fn header(&self, kind: u32, sector: u64) {
+        self.ram.write_obj(kind, GuestAddress(HEADER)).unwrap();
+        self.ram.write_obj(0u32, GuestAddress(HEADER + 4)).unwrap();
+        self.ram.write_obj(sector, GuestAddress(HEADER + 8)).unwrap();
+        self.ram.write_obj(0xffu8, GuestAddress(STATUS)).unwrap();
+    }
+
+    fn status(&self) -> u8 {
+        self.ram.read_obj(GuestAddress(STATUS)).unwrap()
+    }
+
+    /// One request in the layout that Linux uses. Returns its status.
+    fn request(&mut self, kind: u32, sector: u64, length: u32, device_writes: bool) -> u8 {
+        self.header(kind, sector);
+        let data = (DATA, length, device_writes);
+        let chain = [(HEADER, 16, false), data, (STATUS, 1, true)];
+        let chain: Vec<_> = chain.into_iter().filter(|(_, length, _)| *length > 0).collect();
+        self.answer(&chain);
+        self.status()
+    }
+
+    fn fill(&self, byte: u8) {
+        self.ram.write_slice(&[byte; 8192], GuestAddress(DATA)).unwrap();
+    }
+
+    fn data(&self) -> Vec<u8> {
+        let mut bytes = vec![0; 8192];
+        self.ram.read_slice(&mut bytes, GuestAddress(DATA)).unwrap();
+        bytes
+    }
+}
+
+const IN: u32 = 0;
+const OUT: u32 = 1;
+const FLUSH: u32 = 4;
+const GET_ID: u32 = 8;
+const DISCARD: u32 = 11;
+const WRITE_ZEROES: u32 = 13;
+
+#[test]
+fn what_is_written_is_read_again() {
+    let mut driver = Driver::new(false);
+    driver.fill(7);
+    assert_eq!(driver.request(OUT, 16, 8192, false), 0);
+    assert_eq!(driver.request(FLUSH, 0, 0, false), 0);
+    driver.fill(0);
+    assert_eq!(driver.request(IN, 16, 8192, true), 0);
+    assert_eq!(driver.data(), [7; 8192]);
+    let stats = driver.block.stats();
+    assert_eq!((stats.requests, stats.failed, stats.read_bytes, stats.written_bytes), (3, 0, 8192, 8192));
+}
+
+#[test]
+fn the_disk_has_an_id() {
+    let mut driver = Driver::new(false);
+    assert_eq!(driver.request(GET_ID, 0, 20, true), 0);
+    assert_eq!(&driver.data()[..20], b"a disk of this test!");
+}
+
+#[test]
+fn discard_and_write_zeroes_take_ranges() {
+    let mut driver = Driver::new(false);
+    for (kind, flags) in [(DISCARD, 0u32), (WRITE_ZEROES, 0), (WRITE_ZEROES, 1)] {
+        driver.fill(9);
+        assert_eq!(driver.request(OUT, 0, 8192, false), 0);
+        let range = [8u64.to_le_bytes().as_slice(), &8u32.to_le_bytes(), &flags.to_le_bytes()].concat();
+        driver.ram.write_slice(&range, GuestAddress(DATA)).unwrap();
+        assert_eq!(driver.request(kind, 0, 16, false), 0);
+        assert_eq!(driver.request(IN, 0, 8192, true), 0);
+        assert_eq!(driver.data(), [[9; 4096], [0; 4096]].concat());
+    }
+    for (sectors, flags) in [(8u32, 2u32), (8, 1), (u32::MAX, 0)] {
+        let range = [0u64.to_le_bytes().as_slice(), &sectors.to_le_bytes(), &flags.to_le_bytes()].concat();
+        driver.ram.write_slice(&range, GuestAddress(DATA)).unwrap();
+        assert_eq!(driver.request(DISCARD, 0, 16, false), 2, "unsupported: {sectors} {flags}");
+    }
+    assert_eq!(driver.request(DISCARD, 0, 15, false), 2);
+}
+
+#[test]
+fn what_the_disk_cannot_do_fails_and_harms_nothing() {
+    let mut driver = Driver::new(false);
+    let end = DISK / 512;
+    for (kind, sector, length, device_writes) in [
+        (IN, end, 4096, true),
+        (IN, end - 1, 4096, true),
+        (IN, u64::MAX, 4096, true),
+        (IN, 1, 4096, true),
+        (IN, 0, 512, true),
+        (OUT, end - 8, 8192, false),
+    ] {
+        assert_eq!(driver.request(kind, sector, length, device_writes), 1, "{kind} {sector} {length}");
+    }
+    assert_eq!(driver.request(99, 0, 4096, true), 2, "an unknown kind");
+    assert_eq!(driver.request(IN, 0, 4096, true), 0);
+}
+
+#[test]
+fn a_read_only_disk_stays_as_it_is() {
+    let mut driver = Driver::new(true);
+    assert_ne!(driver.block.features() & 1 << VIRTIO_BLK_F_RO, 0);
+    assert_eq!(driver.request(OUT, 0, 4096, false), 1);
+    assert_eq!(driver.request(IN, 0, 4096, true), 0);
+}
+
+#[test]
+fn a_request_may_be_cut_into_any_pieces() {
+    let mut driver = Driver::new(false);
+    driver.fill(3);
+    driver.header(OUT, 0);
+    let chain =
+        [(HEADER, 5, false), (HEADER + 5, 11, false), (DATA, 1, false), (DATA + 1, 4095, false), (STATUS, 1, true)];
+    driver.answer(&chain);
+    assert_eq!(driver.status(), 0);
+    driver.header(IN, 0);
+    // Data and status in one descriptor: the last byte is the status.
+    assert_eq!(driver.answer(&[(HEADER, 16, false), (DATA + 8192, 4097, true)]), 4097);
+    assert_eq!(driver.ram.read_obj::<u8>(GuestAddress(DATA + 8192 + 4096)).unwrap(), 0);
+}
+
+#[test]
+fn a_chain_that_cannot_be_answered_is_given_back_empty() {
+    let mut driver = Driver::new(false);
+    for chain in [
+        vec![(HEADER, 16, false)],
+        vec![(HEADER, 15, false), (STATUS, 1, true)],
+        vec![(STATUS, 1, true), (HEADER, 16, false)],
+        vec![(HEADER, 16, false), (0xf000_0000, 4096, true), (STATUS, 1, true)],
+        vec![(HEADER, 16, false), ((4 << 20) - 8, 4096, true), (STATUS, 1, true)],
+        vec![(u64::MAX - 4, 16, false), (STATUS, 1, true)],
+    ] {
+        driver.header(IN, 0);
+        assert_eq!(driver.answer(&chain), 0);
+        assert_eq!(driver.status(), 0xff);
+    }
+    assert_eq!(driver.block.stats().failed, 6);
+    assert_eq!(driver.request(IN, 0, 4096, true), 0, "and the next one is served");
+}
+
+#[test]
+fn one_request_cannot_ask_for_the_same_memory_without_end() {
+    let mut driver = Driver::new(false);
+    driver.header(IN, 0);
+    let mut chain = vec![(HEADER, 16, false)];
+    chain.extend(std::iter::repeat_n((0, 4 << 20, true), 100));
+    chain.push((STATUS, 1, true));
+    driver.answer(&chain);
+    assert_eq!(driver.status(), 1);
+}
+
+/// Firecracker 1.2: an index further ahead than the ring is long.
+#[test]
+fn a_broken_ring_is_reported_once_and_left_alone() {
+    let mut driver = Driver::new(false);
+    driver.ram.write_obj(QUEUE_SIZE + 1, GuestAddress(AVAIL + 2)).unwrap();
+    driver.kick.write(1).unwrap();
+    let mut heard = 0;
+    driver.wait(|| {
+        heard += usize::from(matches!(driver.inbox.next(), Some(Message::QueueBroken { device: 7 })));
+        heard == 1
+    });
+    for _ in 0..10 {
+        driver.kick.write(1).unwrap();
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(driver.inbox.next().is_none());
+    assert_eq!(driver.block.reset(), Reset::Pending);
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { device: 7 })));
+    assert!(driver.block.released());
+    driver.activate();
+    assert_eq!(driver.request(IN, 0, 4096, true), 0, "a reset brings it back");
+}
+
+#[test]
+fn a_reset_waits_for_the_thread_to_let_go() {
+    let mut driver = Driver::new(false);
+    assert_eq!(driver.request(IN, 0, 4096, true), 0);
+    for _ in 0..20 {
+        assert_eq!(driver.block.reset(), Reset::Pending);
+        driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { .. })));
+        assert!(driver.block.released());
+        assert_eq!(driver.block.reset(), Reset::Done);
+        driver.activate();
+        assert_eq!(driver.request(IN, 0, 4096, true), 0);
+    }
+    driver.block.end();
+}
+
+#[test]
+fn requests_that_wait_together_are_answered_with_one_interrupt() {
+    let mut driver = Driver::new(false);
+    assert_eq!(driver.request(IN, 0, 4096, true), 0);
+    let before = driver.block.stats();
+    // Stop the thread, offer many, let it go.
+    assert_eq!(driver.block.reset(), Reset::Pending);
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { .. })));
+    driver.block.released();
+    driver.activate();
+    driver.block.reset();
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { .. })));
+    driver.block.released();
+    driver.header(IN, 0);
+    for ring in [AVAIL, USED] {
+        driver.ram.write_slice(&[0; 0x1000], GuestAddress(ring)).unwrap();
+    }
+    driver.offered = 0;
+    for _ in 0..16 {
+        driver.offer(&[(HEADER, 16, false), (DATA, 4096, true), (STATUS, 1, true)]);
+    }
+    let state = QueueState {
+        max_size: QUEUE_SIZE,
+        size: QUEUE_SIZE,
+        ready: true,
+        desc_table: DESC,
+        avail_ring: AVAIL,
+        used_ring: USED,
+        ..QueueState::default()
+    };
+    driver.block.activate(vec![Some(Queue::try_from(state).unwrap())], 0);
+    driver.wait(|| driver.ram.read_obj::<u16>(GuestAddress(USED + 2)).unwrap() == 16);
+    driver.wait(|| driver.interrupt.read().is_ok());
+    let after = driver.block.stats();
+    assert_eq!((after.requests - before.requests, after.interrupts - before.interrupts), (16, 1));
+}
