@@ -162,7 +162,7 @@ impl<'a> Supervision<'a> {
         };
         let command = {
             let (dialler, client, process) = (vmm.dialler(), Arc::clone(client), own_command(&spec.process, size));
-            let body = move || boot_and_run(dialler, welcome, deadline, process, &client, &sender);
+            let body = move || boot_and_run(dialler, &welcome, deadline, process, &client, &sender);
             Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
         };
         let shared = Arc::new(Shared::new(spec.clone(), vmm.control()));
@@ -308,7 +308,7 @@ impl<'a> Supervision<'a> {
 /// Boots the guest, runs the command, and reports each step.
 fn boot_and_run(
     dialler: Arc<dyn Dial>,
-    welcome: Welcome,
+    welcome: &Welcome,
     deadline: Instant,
     process: guest::message::ExecSpec,
     client: &Connection,
