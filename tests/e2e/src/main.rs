@@ -1,2 +1,83 @@
-//! Entry point.
-fn main() {}
+//! End-to-end tests: stock kernels in real microVMs, through the programs as they ship.
+//!
+//! `tests.list` names every test. A test that is not on it, or a name without its test, fails the suite, and so does
+//! a run that executed fewer tests than the list has. Nothing is ever skipped.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::cast_possible_truncation)]
+
+mod cli;
+mod command;
+mod host;
+mod vmm;
+
+mod boot;
+mod run;
+
+use std::collections::BTreeSet;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use rustix::process::Pid;
+
+/// A test: its name and its story.
+type Test = (&'static str, fn());
+
+const LIST: &str = include_str!("../tests.list");
+
+/// Longer than any one test takes under emulation; one that hangs ends here.
+const DEADLINE: Duration = Duration::from_secs(600);
+
+fn main() -> ExitCode {
+    let tests: Vec<Test> = [boot::TESTS, run::TESTS].concat();
+    // Each test is a process of its own, so that one which aborts or hangs takes no other along.
+    if let [_, "--one", name] = std::env::args().collect::<Vec<_>>().iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        let (_, test) = tests.iter().find(|(other, _)| *other == name).expect("a test of this name");
+        test();
+        return ExitCode::SUCCESS;
+    }
+
+    let arguments = Arguments::from_args();
+    let listed: BTreeSet<&str> = LIST.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let written: BTreeSet<&str> = tests.iter().map(|(name, _)| *name).collect();
+    for name in listed.symmetric_difference(&written) {
+        eprintln!("tests.list and the tests differ in: {name}");
+    }
+    let trials = written.iter().map(|&name| Trial::test(name, move || one(name)));
+    let conclusion = libtest_mimic::run(&arguments, trials.collect());
+    let ran = conclusion.num_passed + conclusion.num_failed;
+    let complete = arguments.filter.is_some() || ran == listed.len() as u64;
+    if !complete {
+        eprintln!("{} tests are listed, {ran} ran", listed.len());
+    }
+    println!("{} passed, {} failed", conclusion.num_passed, conclusion.num_failed);
+    if complete && listed == written && !conclusion.has_failed() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs one test in a process, in a process group that is ended with it.
+fn one(name: &str) -> Result<(), Failed> {
+    let start = Instant::now();
+    let this = std::env::current_exe()?;
+    let log = tempfile::tempfile()?;
+    let mut command = Command::new(this);
+    command.args(["--one", name]).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+    let mut child = command.process_group(0).spawn()?;
+    let status = loop {
+        match child.try_wait()? {
+            Some(status) => break Some(status),
+            None if start.elapsed() > DEADLINE => break None,
+            None => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    let group = Pid::from_child(&child);
+    let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    let _ = child.wait();
+    println!("{name}: {:.1} s", start.elapsed().as_secs_f32());
+    if status.is_some_and(|status| status.success()) {
+        return Ok(());
+    }
+    let mut text = vec![0; 64 << 10];
+    let read = std::os::unix::fs::FileExt::read_at(&log, &mut text, 0)?;
+    let what = status.map_or_else(|| format!("still running after {DEADLINE:?}"), |status| status.to_string());
+    Err(format!("{what}\n{}", String::from_utf8_lossy(&text[..read])).into())
+}

@@ -1,0 +1,54 @@
+//! `bulkhead` with a state directory of a test's own.
+
+use std::ffi::OsStr;
+use std::path::Path;
+use std::process::Command;
+
+use crate::command::{Output, Running, output};
+use crate::host;
+
+/// A state directory and the client that uses it.
+#[derive(Debug)]
+pub(crate) struct Bulkhead {
+    home: tempfile::TempDir,
+}
+
+impl Bulkhead {
+    /// With a fresh state directory.
+    pub(crate) fn new() -> Self {
+        Self { home: host::state() }
+    }
+
+    /// The state directory.
+    pub(crate) fn home(&self) -> &Path {
+        self.home.path()
+    }
+
+    /// The client with these arguments.
+    pub(crate) fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
+        let mut command = Command::new(host::bulkhead());
+        command.env_clear().env("BULKHEAD_HOME", self.home.path()).env("PATH", "/usr/bin:/bin").args(arguments);
+        command
+    }
+
+    /// Runs the client to its end.
+    pub(crate) fn output<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Output {
+        output(&mut self.command(arguments), b"")
+    }
+
+    /// Runs the client with this standard input.
+    pub(crate) fn with_input<S: AsRef<OsStr>>(&self, arguments: &[S], input: &[u8]) -> Output {
+        output(&mut self.command(arguments), input)
+    }
+
+    /// Starts the client beside the test.
+    pub(crate) fn start<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Running {
+        Running::start(&mut self.command(arguments))
+    }
+
+    /// The directories of runs that exist.
+    pub(crate) fn runs(&self) -> Vec<std::path::PathBuf> {
+        let Ok(entries) = std::fs::read_dir(self.home.path().join("runs")) else { return Vec::new() };
+        entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()).collect()
+    }
+}

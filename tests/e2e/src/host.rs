@@ -1,0 +1,80 @@
+//! What the tests find on this machine: the programs under test, kernels, images, room for files.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use vmm_control::{Config, Disk};
+
+/// The words that `bulkhead run` gives every kernel, without a console.
+pub(crate) const CMDLINE: &str =
+    "8250.nr_uarts=0 quiet reboot=t panic=-1 pci=off cryptomgr.notests random.trust_cpu=on tsc=reliable";
+
+fn from_environment(name: &str) -> PathBuf {
+    PathBuf::from(std::env::var_os(name).unwrap_or_else(|| panic!("{name} is not set; `make test` sets it")))
+}
+
+/// The programs under test, laid out as installed.
+pub(crate) fn program(name: &str) -> PathBuf {
+    from_environment("BULKHEAD_DIST").join(name)
+}
+
+/// The client.
+pub(crate) fn bulkhead() -> PathBuf {
+    program("bin/bulkhead")
+}
+
+/// A directory on a real file system, where tests put what they make.
+pub(crate) fn scratch() -> PathBuf {
+    std::env::var_os("SCRATCH").map_or_else(std::env::temp_dir, PathBuf::from)
+}
+
+/// A directory of a test's own, removed afterwards.
+pub(crate) fn directory() -> tempfile::TempDir {
+    tempfile::Builder::new().prefix("bulkhead-test-").tempdir_in(scratch()).unwrap()
+}
+
+/// The kernels, oldest first: (release without the packaging, directory).
+pub(crate) fn kernels() -> Vec<(String, PathBuf)> {
+    let mut found: Vec<_> = fs::read_dir(from_environment("BULKHEAD_HOME").join("kernels"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path))
+        .collect();
+    found.sort_by_key(|(name, _)| name.split(['.', '-', '~']).map(|n| n.parse().unwrap_or(0)).collect::<Vec<u32>>());
+    found
+}
+
+/// The newest kernel's directory.
+pub(crate) fn newest_kernel() -> PathBuf {
+    kernels().pop().unwrap().1
+}
+
+/// A fresh state directory with the kernels and images of this machine in it.
+pub(crate) fn state() -> tempfile::TempDir {
+    let home = directory();
+    for kind in ["kernels", "images"] {
+        let from = from_environment("BULKHEAD_HOME").join(kind);
+        std::os::unix::fs::symlink(from, home.path().join(kind)).unwrap();
+    }
+    home
+}
+
+/// The root file system of an image.
+pub(crate) fn image(name: &str) -> PathBuf {
+    from_environment("BULKHEAD_HOME").join("images").join(name).join("root.img")
+}
+
+/// Opens a file for reading.
+pub(crate) fn open(path: &Path) -> File {
+    File::open(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// A machine without console and disks.
+pub(crate) fn config(vcpus: u8, memory: u64, initrds: u8) -> Config {
+    Config { vcpus, memory, cmdline: CMDLINE.into(), initrds, disks: Vec::new(), console: false }
+}
+
+/// A disk of one raw, read-only layer.
+pub(crate) fn raw_disk() -> Disk {
+    Disk { serial: "raw".into(), read_only: true, raw_base: true, layers: 1, queues: 1 }
+}

@@ -1,0 +1,93 @@
+//! A `bulkhead-vmm` of a test's own, without supervisor: for what is measured at the control socket.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use vmm_control::{Config, ControlSocket, Event, Request, Stats, StopReason};
+
+/// A running VMM. Dropping it ends the process.
+#[derive(Debug)]
+pub(crate) struct Vmm {
+    control: ControlSocket,
+    process: Child,
+}
+
+impl Vmm {
+    /// Starts a VMM and sends it the start request. `files` are in the order of [`Request::Start`], without KVM.
+    pub(crate) fn start(config: Config, files: &[&File]) -> Result<Self, String> {
+        let binary = crate::host::program("lib/bulkhead/bulkhead-vmm");
+        let (ours, theirs) = ControlSocket::pair().map_err(|error| error.to_string())?;
+        let theirs: OwnedFd = theirs.as_fd().try_clone_to_owned().map_err(|error| error.to_string())?;
+        let mut command = Command::new(&binary);
+        command.env_clear().stdin(Stdio::null());
+        // SAFETY: between fork and exec only dup2, which is async-signal-safe.
+        unsafe {
+            command.pre_exec(move || {
+                let mut third = rustix::fd::FromRawFd::from_raw_fd(3);
+                let copied = rustix::io::dup2(&theirs, &mut third);
+                std::mem::forget::<OwnedFd>(third);
+                Ok(copied?)
+            });
+        }
+        let process = command.spawn().map_err(|error| format!("{}: {error}", binary.display()))?;
+        let vmm = Self { control: ours, process };
+        let kvm = File::options().read(true).write(true).open("/dev/kvm").map_err(|error| format!("/dev/kvm: {error}"))?;
+        let descriptors: Vec<BorrowedFd<'_>> =
+            std::iter::once(kvm.as_fd()).chain(files.iter().map(|file| file.as_fd())).collect();
+        vmm.control.send(&Request::Start(config), &descriptors).map_err(|error| error.to_string())?;
+        Ok(vmm)
+    }
+
+    /// The next event.
+    pub(crate) fn event(&self) -> Result<Event, String> {
+        self.control.receive().map(|(event, _)| event).map_err(|error| error.to_string())
+    }
+
+    /// Waits for the end.
+    pub(crate) fn stopped(&self) -> Result<(StopReason, Stats), String> {
+        loop {
+            match self.event()? {
+                Event::Stopped { reason, stats } => return Ok((reason, stats)),
+                Event::Refused { error } => return Err(error),
+                _ => {}
+            }
+        }
+    }
+
+    /// Sends a request without descriptors.
+    pub(crate) fn send(&self, request: &Request) -> Result<(), String> {
+        self.control.send(request, &[]).map_err(|error| error.to_string())
+    }
+
+    /// The counters now.
+    pub(crate) fn stats(&self) -> Result<Stats, String> {
+        self.send(&Request::Stats)?;
+        loop {
+            if let Event::Stats(stats) = self.event()? {
+                return Ok(stats);
+            }
+        }
+    }
+
+    /// A connection to a port of the guest.
+    pub(crate) fn connect(&self, port: u32) -> Result<UnixStream, String> {
+        let (ours, theirs) = UnixStream::pair().map_err(|error| error.to_string())?;
+        self.control.send(&Request::Connect { port }, &[theirs.as_fd()]).map_err(|error| error.to_string())?;
+        Ok(ours)
+    }
+
+    /// The process.
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+}
+
+impl Drop for Vmm {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
