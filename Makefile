@@ -1,0 +1,66 @@
+# Everything there is to do with the tree. Each target installs the Debian packages that it needs and are missing.
+.PHONY: help build install demo test soak lint bench rig-shell clean
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PREFIX ?= /usr/local
+target := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)
+release := $(target)/x86_64-unknown-linux-gnu/release
+dist := $(target)/dist
+rig := tests/rig
+
+help:
+	@echo "make demo        run a real command in a microVM and show it"
+	@echo "make test        all tests; ends with the count of passed and failed"
+	@echo "make soak SEED=n the tests with full counts and the random choices of seed n"
+	@echo "make lint        formatting, warnings, shell scripts"
+	@echo "make bench       times and costs beside QEMU, in one table"
+	@echo "make rig-shell   a shell in the emulated KVM host that the tests use where there is no real one"
+	@echo "make install     into PREFIX ($(PREFIX)), under DESTDIR if set"
+	@echo "make build       the programs, laid out as installed, in $(dist)"
+	@echo "make clean       removes what was built here; the cache of kernels and images is kept"
+
+build:
+	@$(rig)/need gcc libc6-dev cpio
+	@$(rig)/toolchain
+	cargo build --release --locked -p vmm -p guest -p bulkhead
+	@rm -rf "$(dist)" && mkdir -p "$(dist)/bin" "$(dist)/lib/bulkhead" "$(dist)/initramfs"
+	@install -m 755 "$(release)/bulkhead" "$(dist)/bin/bulkhead"
+	@install -m 755 "$(release)/bulkhead-vmm" "$(dist)/lib/bulkhead/bulkhead-vmm"
+	@install -m 755 "$(release)/bulkhead-guest" "$(dist)/initramfs/init"
+	@resources/kernels/cpio.sh "$(dist)/initramfs" >"$(dist)/lib/bulkhead/agent.cpio" && rm -r "$(dist)/initramfs"
+
+install: build
+	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/lib/bulkhead"
+	install -m 755 "$(dist)/bin/bulkhead" "$(DESTDIR)$(PREFIX)/bin/bulkhead"
+	install -m 755 "$(dist)/lib/bulkhead/bulkhead-vmm" "$(DESTDIR)$(PREFIX)/lib/bulkhead/bulkhead-vmm"
+	install -m 644 "$(dist)/lib/bulkhead/agent.cpio" "$(DESTDIR)$(PREFIX)/lib/bulkhead/agent.cpio"
+
+demo: build
+	@home=$$($(rig)/state.sh busybox) && \
+	echo '$$ bulkhead run busybox -- sh -c "uname -a; id; ps; df -h /; echo hello from a microVM"' && \
+	$(rig)/host -t 300 -- env BULKHEAD_HOME="$$home" "$(dist)/bin/bulkhead" run busybox -- \
+		sh -c 'uname -a; id; ps; df -h /; echo hello from a microVM'
+
+test: build
+	@cargo build --release --locked -p e2e
+	@home=$$($(rig)/state.sh busybox) && \
+	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" BULKHEAD_E2E="$(release)/e2e" $(rig)/suite
+
+soak: export BULKHEAD_SOAK := 1
+soak: export SEED ?= 1
+soak: export BULKHEAD_E2E_SECONDS ?= 14400
+soak: test
+
+lint:
+	@$(rig)/lint
+
+bench: build
+	@home=$$($(rig)/state.sh busybox fio) && \
+	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" tests/bench/run
+
+rig-shell:
+	@$(rig)/run
+
+clean:
+	cargo clean
