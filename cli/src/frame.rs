@@ -3,6 +3,10 @@
 //! A frame is one byte of kind, four bytes of length (little-endian) and the payload. Both ends run as
 //! the same user, and still bound what they read: a length over [`MAX_PAYLOAD`] or an unknown kind ends
 //! the connection.
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
 
 use std::borrow::Cow;
 use std::io::{self, Read, Write};

@@ -72,6 +72,17 @@ impl Vmm {
     /// thread that started it ends.
     pub(super) fn start(run: &RunDirectory, spec: &Spec) -> Result<Self, MachineError> {
         let machine = &spec.machine;
+        let config = config(machine)?;
+        let (ours, theirs) = ControlSocket::pair()?;
+        rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
+            .map_err(|error| MachineError::System("control socket", error.into()))?;
+        let errors = create(&run.path().join("vmm.log"))?;
+        let child = launch::start(&machine.vmm, &[], &[theirs.as_fd()], errors, Lifetime::Parents)
+            .map_err(|error| MachineError::File { path: machine.vmm.clone(), error })?;
+        drop(theirs);
+        let vmm = Self { child, control: Arc::new(ours), gone: Arc::default() };
+
+        // While the program is loaded.
         let mut files: Vec<OwnedFd> = vec![open_kvm()?.into(), open(&machine.kernel_file)?];
         for initrd in &machine.initrds {
             files.push(open(initrd)?);
@@ -81,16 +92,6 @@ impl Vmm {
         if machine.console {
             files.push(console::record(run.path()).map_err(|error| MachineError::System("console.log", error))?);
         }
-        let config = config(machine)?;
-
-        let (ours, theirs) = ControlSocket::pair()?;
-        rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
-            .map_err(|error| MachineError::System("control socket", error.into()))?;
-        let log = run.path().join("vmm.log");
-        let errors = create(&log)?;
-        let child = launch::start(&machine.vmm, &[], &[theirs.as_fd()], errors, Lifetime::Parents)
-            .map_err(|error| MachineError::File { path: machine.vmm.clone(), error })?;
-        let vmm = Self { child, control: Arc::new(ours), gone: Arc::default() };
         let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         vmm.control.send(&Request::Start(config), &files)?;
         Ok(vmm)

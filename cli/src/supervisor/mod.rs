@@ -4,6 +4,10 @@
 //! is killed when that thread ends), and waits for what the other threads report. What comes from the VMM
 //! and from the guest is hostile: it is bounded, it never blocks the main thread, and the machine is ended
 //! without its help.
+#![cfg_attr(
+    not(test),
+    deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
+)]
 
 mod connection;
 mod console;
