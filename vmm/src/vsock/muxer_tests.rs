@@ -312,7 +312,7 @@ fn apply(world: &mut World, step: &Step) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(150))]
 
     /// Whatever the order, all bytes arrive once and in order, and a half-close ends only its half.
     #[test]
