@@ -423,6 +423,7 @@ fn a_starved_connection_costs_no_wake_ups() {
 fn a_stream_ends_although_a_copy_of_its_descriptor_lives() {
     let mut machine = Machine::new();
     let (mut host, end) = UnixStream::pair().unwrap();
+    host.set_nonblocking(true).unwrap();
     let _copy = end.try_clone().unwrap();
     machine.device.connect(OwnedFd::from(end), PORT).unwrap();
     machine.run();
