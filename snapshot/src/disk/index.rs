@@ -303,3 +303,51 @@ impl Index {
 fn mask(number: usize) -> u64 {
     1u64.checked_shl(u32::try_from(number % WORD).unwrap_or(0)).unwrap_or(0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The instant between another queue's change of a cell and its note of the chunk.
+    fn half_done(cell: u8) -> Index {
+        let index = Index::new(10, 1);
+        index.slots[0].cells()[3].store(cell, Ordering::Release);
+        index
+    }
+
+    fn taken(index: &Index) -> Vec<(usize, bool)> {
+        index.take_new().iter().flat_map(Taken::blocks).collect()
+    }
+
+    #[test]
+    fn a_block_that_another_queue_has_just_changed_is_not_forgotten() {
+        let index = half_done(NEW_DATA);
+        assert_eq!(taken(&index), []);
+        index.set_data(3..4);
+        assert_eq!(taken(&index), [(3, true)]);
+        assert_eq!(taken(&index), []);
+
+        let index = half_done(NEW_ZERO | BELOW);
+        assert_eq!(index.clear(3..10, false), (Found::Zeros, 3..10));
+        assert_eq!(taken(&index), [(3, false)]);
+        assert!(index.below(0, 3));
+    }
+
+    #[test]
+    fn alike_chunks_take_no_memory() {
+        let mut index = Index::new(3 * CHUNK, 2);
+        let empty = index.memory();
+        index.apply(1, 1, &[State::Data; CHUNK]);
+        assert_eq!(index.memory(), empty);
+        assert_eq!(index.run(CHUNK..3 * CHUNK), (1, CHUNK..2 * CHUNK));
+        let mut states = [State::Absent; CHUNK];
+        states[7] = State::Zero;
+        index.apply(1, 2, &states);
+        assert_eq!(index.memory(), empty + CHUNK);
+        assert_eq!(index.run(CHUNK + 7..3 * CHUNK), (0, CHUNK + 7..CHUNK + 8));
+        index.apply(1, 2, &[State::Data; CHUNK]);
+        assert_eq!(index.memory(), empty, "alike again");
+        index.set_data(CHUNK..2 * CHUNK);
+        assert_eq!(index.memory(), empty, "nothing to change");
+    }
+}

@@ -175,10 +175,25 @@ impl Bench {
         }
     }
 
+    /// `op`, with a flush from another queue in its middle, which covers what was there before.
+    fn flush_within(&self, op: &Op, call: Call, before: bool) {
+        let changes = self.model.lock().unwrap().changes.len();
+        let stamp = self.begin(op);
+        let bench = self.clone();
+        self.host.interrupt(self.data, call, before, move || bench.flush_since(changes).unwrap());
+        self.run(op, stamp).unwrap();
+        self.host.uninterrupt();
+        self.model.lock().unwrap().now[op.blocks()].fill([stamp; 8]);
+    }
+
     fn flush(&self) -> Result<(), DiskError> {
-        let model = self.model.lock().unwrap();
-        let (then, changes) = (model.now.clone(), model.changes.len());
-        drop(model);
+        let changes = self.model.lock().unwrap().changes.len();
+        self.flush_since(changes)
+    }
+
+    /// A flush that owes nothing to the changes from number `changes` on.
+    fn flush_since(&self, changes: usize) -> Result<(), DiskError> {
+        let then = self.model.lock().unwrap().now.clone();
         self.disk.flush()?;
         let position = self.host.position();
         self.model.lock().unwrap().flushes.push(Flush { position, then, changes });
@@ -188,7 +203,8 @@ impl Bench {
     /// One thing that can happen to a disk.
     fn random(&self, random: &mut Random) {
         let before = random.one_in(2);
-        match random.below(10) {
+        match random.below(11) {
+            9 => self.flush_within(&Op::random(random), [Call::Write, Call::Punch][random.below(2)], before),
             0..4 => self.step(&Op::random(random)),
             4..6 => {
                 let call = [Call::Write, Call::Punch, Call::Zero][random.below(3)];

@@ -44,11 +44,46 @@ fn a_request_is_one_host_call_through_any_number_of_layers() {
     assert_eq!(host.calls(), [(14, Call::Write)]);
     read(&disk, 4000..4000 + MIB).unwrap();
     assert_eq!(host.calls(), [(14, Call::Read)]);
+    let hole = (14, Call::Punch);
     clear(&disk, 4000..4000 + MIB, true).unwrap();
-    assert_eq!(host.calls().len(), 2, "one hole on each side of the chunk's end");
+    assert_eq!(host.calls(), [hole, hole], "one hole on each side of the chunk's end");
     clear(&disk, 4000..4000 + MIB, true).unwrap();
     clear(&disk, 0..MIB, true).unwrap();
     assert_eq!(host.calls(), [], "nothing to discard");
+}
+
+#[test]
+fn a_discard_masks_what_is_below_and_only_that() {
+    let (host, files) = layers(2);
+    let bottom = Disk::open(again(&files[..1]), false).unwrap();
+    write(&bottom, 1, [1]).unwrap();
+    bottom.flush().unwrap();
+    let disk = Disk::open(again(&files), false).unwrap();
+    write(&disk, 2, [2]).unwrap();
+    disk.flush().unwrap();
+    host.calls();
+    clear(&disk, 0..2, true).unwrap();
+    assert_eq!(host.calls(), [], "a lower layer's data has no room to give back");
+    clear(&disk, 2..3, true).unwrap();
+    disk.flush().unwrap();
+    let mut states = [9; 4];
+    files[1].map.as_ref().unwrap().read_at(&mut states, 4096).unwrap();
+    assert_eq!(states, [0, 2, 0, 0], "zero over data, absent over nothing");
+}
+
+#[test]
+fn a_block_shows_its_old_content_until_its_write_is_done() {
+    let (host, files) = layers(2);
+    let bottom = Disk::open(again(&files[..1]), false).unwrap();
+    write(&bottom, 1, [1, 1]).unwrap();
+    bottom.flush().unwrap();
+    let disk = Arc::new(Disk::open(files, false).unwrap());
+    let reader = disk.clone();
+    host.interrupt(2, Call::Write, true, move || assert_eq!(read(&*reader, 1..3).unwrap(), [[1; 8], [1; 8]]));
+    host.fail(2, Call::Write, 1, ErrorKind::StorageFull);
+    assert!(matches!(write(&*disk, 1, [2, 2]), Err(DiskError::HostFull { .. })));
+    assert!(!host.uninterrupt());
+    assert_eq!(read(&*disk, 1..3).unwrap(), [[1; 8], [1; 8]]);
 }
 
 #[test]
