@@ -64,8 +64,7 @@ pub(crate) fn run(args: &args::Run, argv: &[OsString]) -> Result<u8, String> {
         }
         Err(error) => {
             if matches!(error, ClientError::Lost | ClientError::Frame(_)) {
-                // What a dead supervisor left. If it cannot be removed now, the next command tries again.
-                let _ = store.sweep();
+                clean_up(&store, &directory, spec.ephemeral);
             }
             Err(format!("run {}: {error}", spec.id))
         }
@@ -210,6 +209,17 @@ fn start_supervisor(directory: &RunDirectory, descriptors: &[std::os::fd::Borrow
     let own = Path::new("/proc/self/exe").canonicalize()?;
     launch::start(&own, &arguments, descriptors, errors, Lifetime::Own)?;
     Ok(())
+}
+
+/// Removes what a dead supervisor left. Its connection ends a moment before its lock does. What cannot be
+/// removed now is left to the next command.
+fn clean_up(store: &Store, directory: &RunDirectory, ephemeral: bool) {
+    for _ in 0..50 {
+        if !ephemeral || store.sweep().is_err() || !directory.path().exists() {
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
 }
 
 /// A terminal for the command is one here: its size and its keys come from it.
