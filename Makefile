@@ -43,7 +43,10 @@ demo: build
 		sh -c 'uname -a; id; ps; df -h /; echo hello from a microVM'
 
 test: build
-	@cargo build --release --locked -p e2e
+	@cargo build --release --locked -p e2e -p payload
+	@mkdir -p "$(dist)/test" "$(dist)/initramfs" && install -m 755 "$(release)/payload" "$(dist)/test/payload"
+	@install -m 755 "$(release)/payload" "$(dist)/initramfs/init"
+	@resources/kernels/cpio.sh "$(dist)/initramfs" >"$(dist)/test/payload.cpio" && rm -r "$(dist)/initramfs"
 	@home=$$($(rig)/state.sh busybox) && \
 	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" BULKHEAD_E2E="$(release)/e2e" $(rig)/suite
 

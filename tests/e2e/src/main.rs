@@ -6,10 +6,12 @@
 
 mod cli;
 mod command;
+mod guest;
 mod host;
 mod vmm;
 
 mod boot;
+mod machine;
 mod run;
 
 use std::collections::BTreeSet;
@@ -29,7 +31,7 @@ const LIST: &str = include_str!("../tests.list");
 const DEADLINE: Duration = Duration::from_secs(600);
 
 fn main() -> ExitCode {
-    let tests: Vec<Test> = [boot::TESTS, run::TESTS].concat();
+    let tests: Vec<Test> = [boot::TESTS, machine::TESTS, run::TESTS].concat();
     // Each test is a process of its own, so that one which aborts or hangs takes no other along.
     if let [_, "--one", name] = std::env::args().collect::<Vec<_>>().iter().map(String::as_str).collect::<Vec<_>>()[..] {
         let (_, test) = tests.iter().find(|(other, _)| *other == name).expect("a test of this name");

@@ -12,7 +12,7 @@ use vmm_control::{Config, ControlSocket, Event, Request, Stats, StopReason};
 #[derive(Debug)]
 pub(crate) struct Vmm {
     control: ControlSocket,
-    process: Child,
+    process: std::sync::Mutex<Child>,
 }
 
 impl Vmm {
@@ -33,7 +33,7 @@ impl Vmm {
             });
         }
         let process = command.spawn().map_err(|error| format!("{}: {error}", binary.display()))?;
-        let vmm = Self { control: ours, process };
+        let vmm = Self { control: ours, process: std::sync::Mutex::new(process) };
         let kvm = File::options().read(true).write(true).open("/dev/kvm").map_err(|error| format!("/dev/kvm: {error}"))?;
         let descriptors: Vec<BorrowedFd<'_>> =
             std::iter::once(kvm.as_fd()).chain(files.iter().map(|file| file.as_fd())).collect();
@@ -79,15 +79,16 @@ impl Vmm {
         Ok(ours)
     }
 
-    /// The process.
-    pub(crate) fn pid(&self) -> u32 {
-        self.process.id()
+    /// Ends the process as nobody should.
+    pub(crate) fn kill(&self) {
+        let mut process = self.process.lock().unwrap();
+        let _ = process.kill();
+        let _ = process.wait();
     }
 }
 
 impl Drop for Vmm {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        self.kill();
     }
 }

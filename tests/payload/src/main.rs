@@ -1,9 +1,12 @@
 //! PID 1 of the guests that test the machine. The kernel's command line says what to do: `payload=WHAT`.
 //!
-//! It is hostile on purpose: it has every right that a guest's root has, and uses it.
+//! It is hostile on purpose: it has every right that a guest's root has, and uses it. Started with arguments, it is a
+//! command of a guest whose PID 1 is the agent.
 #![allow(clippy::panic)]
 
 mod ports;
+
+use std::io::Write;
 
 use rustix::mount::{MountFlags, mount};
 use rustix::system::{RebootCommand, reboot};
@@ -12,6 +15,13 @@ use rustix::system::{RebootCommand, reboot};
 const STARTED: u8 = 1;
 
 fn main() {
+    // As a command of a guest that has an agent.
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, what, length] = &arguments[..]
+        && what == "pattern"
+    {
+        return pattern(length.parse().unwrap_or(0));
+    }
     ports::open();
     ports::mark(STARTED);
     for (source, target, kind) in [("proc", "/proc", "proc"), ("sys", "/sys", "sysfs"), ("dev", "/dev", "devtmpfs")] {
@@ -34,6 +44,19 @@ fn main() {
         _ => ports::mark(255),
     }
     let _ = reboot(RebootCommand::PowerOff);
+}
+
+/// Prints so many bytes of the sequence 0, 1, 2, … in 64-bit little-endian numbers.
+fn pattern(mut left: usize) {
+    let mut output = std::io::stdout().lock();
+    for block in 0u64.. {
+        let bytes: Vec<u8> = (block * 8192..(block + 1) * 8192).flat_map(u64::to_le_bytes).collect();
+        let length = left.min(bytes.len());
+        if length == 0 || output.write_all(bytes.get(..length).unwrap_or_default()).is_err() {
+            break;
+        }
+        left -= length;
+    }
 }
 
 /// Marks what the kernel found: 10 + CPUs online, and 100 + memory in units of 256 MiB, rounded up.

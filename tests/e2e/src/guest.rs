@@ -1,0 +1,160 @@
+//! A machine with its agent, without supervisor: for streams, exits and disks.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use guest::host::{Agent, Dial, Welcome};
+use guest::message::{ExecSpec, ExitRecord};
+use snapshot::disk::create_layer;
+use vmm_control::{Config, Disk, Stats};
+
+use crate::host::{self, open};
+use crate::vmm::Vmm;
+
+/// A booted machine with a writable disk over the busybox image.
+#[derive(Debug)]
+pub(crate) struct Guest {
+    /// The VMM.
+    pub(crate) vmm: Arc<Vmm>,
+    /// Its agent.
+    pub(crate) agent: Agent,
+    /// The host's ends of all connections that were ever made, so that a test can cut them.
+    pub(crate) connections: Arc<Mutex<Vec<UnixStream>>>,
+    /// Where the live layer is: `data` and `map`.
+    pub(crate) files: tempfile::TempDir,
+}
+
+/// What a guest is made of.
+#[derive(Debug, Clone)]
+pub(crate) struct Recipe {
+    /// Number of vCPUs.
+    pub(crate) vcpus: u8,
+    /// Memory in bytes.
+    pub(crate) memory: u64,
+    /// Size of the disk.
+    pub(crate) disk: u64,
+    /// Disk queues.
+    pub(crate) queues: u8,
+}
+
+impl Default for Recipe {
+    fn default() -> Self {
+        Self { vcpus: 1, memory: 256 << 20, disk: 1 << 30, queues: 1 }
+    }
+}
+
+struct Dialer {
+    vmm: Arc<Vmm>,
+    connections: Arc<Mutex<Vec<UnixStream>>>,
+}
+
+impl Dial for Dialer {
+    fn dial(&self, port: u32) -> io::Result<UnixStream> {
+        let stream =
+            self.vmm.connect(port).map_err(|error| io::Error::new(io::ErrorKind::ConnectionAborted, error))?;
+        self.connections.lock().unwrap().push(stream.try_clone()?);
+        Ok(stream)
+    }
+}
+
+impl Guest {
+    /// Boots one with an empty live layer.
+    pub(crate) fn start(recipe: &Recipe) -> Self {
+        let files = host::directory();
+        let file = |name| {
+            let path = files.path().join(name);
+            File::options().read(true).write(true).create(true).truncate(true).open(path).unwrap()
+        };
+        create_layer(&file("data"), &file("map"), recipe.disk).unwrap();
+        Self::over(recipe, files)
+    }
+
+    /// Boots one with the live layer that is in `files`.
+    pub(crate) fn over(recipe: &Recipe, files: tempfile::TempDir) -> Self {
+        let layer = |name| File::options().read(true).write(true).open(files.path().join(name)).unwrap();
+        let disk =
+            Disk { serial: "root".into(), read_only: false, raw_base: true, layers: 2, queues: recipe.queues };
+        let config = Config { disks: vec![disk], ..host::config(recipe.vcpus, recipe.memory, 2) };
+        let kernel = host::newest_kernel();
+        let parts = [
+            open(&kernel.join("vmlinux")),
+            open(&kernel.join("modules.cpio")),
+            open(&host::program("lib/bulkhead/agent.cpio")),
+            open(&host::image("busybox")),
+            layer("data"),
+            layer("map"),
+        ];
+        let vmm = Arc::new(Vmm::start(config, &parts.each_ref()).unwrap());
+        let connections = Arc::default();
+        let dialer = Arc::new(Dialer { vmm: vmm.clone(), connections: Arc::clone(&connections) });
+        let welcome = Welcome { entropy: vec![7; 32], hostname: "test".into() };
+        let agent = Agent::connect(dialer, &welcome, Instant::now() + Duration::from_secs(120)).unwrap();
+        Self { vmm, agent, connections, files }
+    }
+
+    /// Runs a shell script to its end: its standard output. It must succeed.
+    pub(crate) fn shell(&self, id: &str, script: &str) -> String {
+        let (record, output) = self.command(ExecSpec::command(id, vec!["sh".into(), "-c".into(), script.into()]));
+        assert_eq!(record, ExitRecord::Exited { code: 0 }, "{script}: {output}");
+        output
+    }
+
+    /// Runs something to its end: how it ended, and its standard output and error.
+    pub(crate) fn command(&self, spec: ExecSpec) -> (ExitRecord, String) {
+        let exec = self.agent.exec(spec).unwrap();
+        let (mut output, mut error) = (Vec::new(), Vec::new());
+        std::thread::scope(|scope| {
+            scope.spawn(|| exec.copy_stderr(&mut error).unwrap());
+            exec.copy_stdout(&mut output).unwrap();
+        });
+        output.extend(error);
+        (exec.wait().unwrap(), String::from_utf8_lossy(&output).into_owned())
+    }
+
+    /// Puts the test's payload into the guest as `/tmp/payload`.
+    pub(crate) fn put_payload(&self) {
+        let mut archive = tar_of(&host::program("test/payload"), "payload");
+        let exec = self.agent.exec(ExecSpec::tar_extract("put-payload", "/tmp")).unwrap();
+        exec.copy_stdin(&mut archive.as_slice()).unwrap();
+        assert_eq!(exec.wait().unwrap(), ExitRecord::Exited { code: 0 });
+        archive.clear();
+    }
+
+    /// The VMM's counters.
+    pub(crate) fn stats(&self) -> Stats {
+        self.vmm.stats().unwrap()
+    }
+
+    /// Powers off in good order and returns the layer's files.
+    pub(crate) fn power_off(self) -> tempfile::TempDir {
+        self.agent.poweroff(Duration::from_secs(1)).unwrap();
+        let (reason, _) = self.vmm.stopped().unwrap();
+        assert_eq!(reason, vmm_control::StopReason::PowerOff);
+        self.files
+    }
+}
+
+/// A tar archive of one executable file.
+fn tar_of(path: &Path, name: &str) -> Vec<u8> {
+    let content = std::fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let mut header = [0u8; 512];
+    header[..name.len()].copy_from_slice(name.as_bytes());
+    header[100..108].copy_from_slice(b"0000755\0");
+    header[108..116].copy_from_slice(b"0000000\0");
+    header[116..124].copy_from_slice(b"0000000\0");
+    header[124..136].copy_from_slice(format!("{:011o}\0", content.len()).as_bytes());
+    header[136..148].copy_from_slice(b"00000000000\0");
+    header[148..156].fill(b' ');
+    header[156] = b'0';
+    header[257..265].copy_from_slice(b"ustar\x0000");
+    let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    let mut archive = header.to_vec();
+    archive.extend(&content);
+    archive.resize(archive.len().next_multiple_of(512) + 1024, 0);
+    archive
+}
