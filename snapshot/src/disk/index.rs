@@ -57,7 +57,7 @@ impl Slot {
 
     /// The cells, made now if need be. Another thread that wants them too waits for an allocation at the most.
     fn cells(&self) -> &Cells {
-        self.cells.get_or_init(|| Box::new(std::array::from_fn(|_| AtomicU8::new(self.uniform))))
+        self.cells.get_or_init(|| cells_of(self.uniform))
     }
 }
 
@@ -121,15 +121,17 @@ impl Index {
             (State::Zero, false) => 0,
         };
         let Some(slot) = self.slots.get_mut(chunk) else { return };
-        let mut cells: [u8; CHUNK] = std::array::from_fn(|block| slot.cell(block));
+        let uniform = slot.uniform;
+        let mut cells = slot.cells.take().unwrap_or_else(|| cells_of(uniform));
         for (cell, state) in cells.iter_mut().zip(states) {
+            let cell = cell.get_mut();
             *cell = next(*cell, *state);
         }
-        let [first, ..] = cells;
-        if cells == [first; CHUNK] {
-            *slot = Slot { uniform: first, cells: OnceLock::new() };
+        let first = cells.first_mut().map_or(0, |cell| *cell.get_mut());
+        if cells.iter_mut().all(|cell| *cell.get_mut() == first) {
+            slot.uniform = first;
         } else {
-            *slot = Slot { uniform: 0, cells: OnceLock::from(Box::new(cells.map(AtomicU8::new))) };
+            slot.cells = OnceLock::from(cells);
         }
     }
 
@@ -297,6 +299,10 @@ impl Index {
         let chunks = self.slots.iter().filter(|slot| slot.cells.get().is_some()).count();
         self.slots.len() * size_of::<Slot>() + self.new.len() * 8 + chunks * CHUNK
     }
+}
+
+fn cells_of(cell: u8) -> Box<Cells> {
+    Box::new(std::array::from_fn(|_| AtomicU8::new(cell)))
 }
 
 /// The bit of a number within its word.

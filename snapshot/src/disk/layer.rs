@@ -26,12 +26,12 @@ pub(super) enum State {
 }
 
 impl State {
-    fn from_byte(byte: u8) -> Option<Self> {
+    /// The state that a byte stands for, which was checked before.
+    fn from_byte(byte: u8) -> Self {
         match byte {
-            0 => Some(Self::Absent),
-            1 => Some(Self::Data),
-            2 => Some(Self::Zero),
-            _ => None,
+            1 => Self::Data,
+            2 => Self::Zero,
+            _ => Self::Absent,
         }
     }
 }
@@ -134,11 +134,13 @@ pub(super) fn read_map<F: HostFile>(map: &F, data_size: u64, layer: u8, index: &
         if read_full(map, &mut bytes, offset).map_err(LayerError::io("read the map"))? == 0 {
             break;
         }
-        if let Some(position) = bytes.iter().position(|byte| State::from_byte(*byte).is_none()) {
-            let state = bytes.get(position).copied().unwrap_or_default();
-            return Err(LayerError::State { state, offset: offset.saturating_add(position as u64) });
+        // Without an early exit, the compiler makes wide comparisons of it.
+        if bytes.iter().fold(0, |highest, byte| highest.max(*byte)) > State::Zero as u8 {
+            let bad = (0..).zip(bytes).find(|(_, byte)| *byte > State::Zero as u8);
+            let (position, state) = bad.unwrap_or_default();
+            return Err(LayerError::State { state, offset: offset.saturating_add(position) });
         }
-        let states = bytes.map(|byte| State::from_byte(byte).unwrap_or(State::Absent));
+        let states = bytes.map(State::from_byte);
         if let Some(last) = states.iter().rposition(|state| *state == State::Data) {
             let first = page.saturating_mul(CHUNK_LEN);
             needed = first.saturating_add(last as u64).saturating_add(1).saturating_mul(BLOCK);
