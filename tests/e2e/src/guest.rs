@@ -105,11 +105,13 @@ impl Guest {
 
     /// Runs something to its end: how it ended, and its standard output and error.
     pub(crate) fn command(&self, spec: ExecSpec) -> (ExitRecord, String) {
-        let exec = self.agent.exec(spec).unwrap();
+        let exec = self.agent.exec(spec).unwrap_or_else(|error| panic!("{error}; {:?}", self.vmm.stopped()));
         let (mut output, mut error) = (Vec::new(), Vec::new());
         std::thread::scope(|scope| {
             scope.spawn(|| exec.copy_stderr(&mut error).unwrap());
-            exec.copy_stdout(&mut output).unwrap();
+            if let Err(error) = exec.copy_stdout(&mut output) {
+                panic!("{error}; {:?}", self.vmm.stopped());
+            }
         });
         output.extend(error);
         (exec.wait().unwrap(), String::from_utf8_lossy(&output).into_owned())
