@@ -99,5 +99,9 @@ fn seeds(slice: u64, all: u64) -> Range<u64> {
     if let Some(seed) = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()) {
         return seed..seed + 1;
     }
-    0..if std::env::var("BULKHEAD_SOAK").is_ok_and(|soak| soak == "1") { all } else { slice }
+    0..if soaking() { all } else { slice }
+}
+
+fn soaking() -> bool {
+    std::env::var("BULKHEAD_SOAK").is_ok_and(|soak| soak == "1")
 }

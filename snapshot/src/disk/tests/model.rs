@@ -113,7 +113,7 @@ fn run<F: HostFile>(
 }
 
 fn cases(slice: u32, soak: u32) -> ProptestConfig {
-    let cases = if super::seeds(0, 1).is_empty() { slice } else { soak };
+    let cases = if super::soaking() { soak } else { slice };
     ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::super::{Disk, LayerFiles};
-use super::{Random, clear, new_layer, read, seeds, stamped, write};
+use super::{Random, clear, new_layer, read, soaking, stamped, write};
 
 const THREADS: usize = 4;
 /// Blocks of each thread's own, where it knows what is there, spread so that threads share chunks and words.
@@ -91,7 +91,7 @@ fn queues_that_work_at_once_do_not_disturb_each_other() {
                 }
             });
         }
-        let end = Instant::now() + Duration::from_secs(if seeds(0, 1).is_empty() { 2 } else { 120 });
+        let end = Instant::now() + Duration::from_secs(if soaking() { 120 } else { 2 });
         while Instant::now() < end && queues.iter().all(|queue| !queue.is_finished()) {
             std::thread::sleep(Duration::from_millis(20));
         }
