@@ -2,20 +2,19 @@
 
 #![allow(unsafe_code)]
 
-use rustix::{
-    fd::OwnedFd,
-    process::{Pid, Signal},
-    thread::UnshareFlags,
-};
+use rustix::{fd::OwnedFd, process::Signal, thread::UnshareFlags};
 use std::{
-    ffi::{c_int, c_void},
+    ffi::{CStr, CString, c_char, c_int, c_void},
     fs::File,
     io,
-    os::fd::{AsRawFd, FromRawFd, RawFd},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd},
 };
 
 /// The port whose writes the VMM counts and times. Elsewhere nobody listens on it.
 const MARK_PORT: u16 = 0x3f0;
+
+/// From linux/sched.h; the libc crate's constant is of too narrow a type.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
 /// Writes a byte to the mark port: one exit of the vCPU, by which tests divide a boot into parts. The right to use
 /// ports is given back at once, because children inherit it. Without the right to ask for it nothing happens.
@@ -32,14 +31,44 @@ pub(crate) fn mark(value: u8) {
     unsafe { libc::syscall(libc::SYS_iopl, 0) };
 }
 
-/// Makes a copy of this process; `None` in the copy.
-pub(crate) fn fork() -> io::Result<Option<Pid>> {
-    // SAFETY: the agent has one thread, so the copy holds no lock of a thread that it does not have, and may go on
-    // to run ordinary code.
-    match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
-        pid => Ok(Pid::from_raw(pid)),
+/// Makes a copy of this process, born in a cgroup if one is given: never outside of it for a moment, and without the
+/// kernel-wide wait that moving a process costs. Returns a pidfd of the copy; `None` in the copy.
+pub(crate) fn fork(cgroup: Option<BorrowedFd<'_>>) -> io::Result<Option<OwnedFd>> {
+    let mut pidfd: c_int = -1;
+    // SAFETY: a C struct of integers, for which zero is a value.
+    let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+    args.flags = narrow(libc::CLONE_PIDFD)?;
+    args.exit_signal = narrow(libc::SIGCHLD)?;
+    args.pidfd = (&raw mut pidfd).addr() as u64;
+    if let Some(cgroup) = cgroup {
+        args.flags |= CLONE_INTO_CGROUP;
+        args.cgroup = narrow(cgroup.as_raw_fd())?;
     }
+    // SAFETY: without CLONE_VM and with no stack given this is fork(2). The agent has one thread, so the copy holds no
+    // lock of a thread that it does not have, and may go on to run ordinary code; that the C library's note of the
+    // thread's id is the original's matters only to threads' calls, of which the copy makes none. The kernel writes
+    // the pidfd to a variable that lives through the call.
+    match unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<libc::clone_args>()) } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => Ok(None),
+        // SAFETY: the kernel just gave it, and nobody else has it.
+        _ => Ok(Some(unsafe { OwnedFd::from_raw_fd(pidfd) })),
+    }
+}
+
+/// Becomes another program; returns only if that fails. Unlike the C library's search functions it never hands a
+/// file that the kernel does not understand to a shell.
+pub(crate) fn execute(path: &CStr, args: &[CString], env: &[CString]) -> io::Error {
+    let pointers = |list: &[CString]| -> Vec<*const c_char> {
+        list.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
+    };
+    let (args, env) = (pointers(args), pointers(env));
+    // SAFETY: SIG_DFL installs no handler of ours. Programs expect it; the agent ignores the signal.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    // SAFETY: the path and each element of both lists are C strings that live through the call, and the lists end
+    // with a null pointer.
+    unsafe { libc::execve(path.as_ptr(), args.as_ptr(), env.as_ptr()) };
+    io::Error::last_os_error()
 }
 
 /// Ends a forked copy without running what the original registered for its own end.

@@ -7,8 +7,16 @@
 //!     └── exec-<id>   one for each exec
 //! ```
 
+use crate::sys;
+use rustix::{
+    fs::{Mode, OFlags, open},
+    pipe::{PipeFlags, pipe_with},
+    process::{WaitId, WaitIdOptions, waitid},
+    thread::{ThreadNameSpaceType, UnshareFlags, move_into_thread_name_spaces},
+};
 use std::{
     fs, io,
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
 };
 
@@ -46,15 +54,36 @@ impl Cgroup {
         Ok(Cgroup { path })
     }
 
-    /// Moves the calling process into the workload's cgroup, for a cgroup namespace to begin there.
-    pub(super) fn enter(&self) -> io::Result<()> {
-        fs::write(self.path.join("cgroup.procs"), "0")
+    /// Makes the calling process's cgroup namespace one that begins here, and hands the controllers down.
+    ///
+    /// A namespace begins at its maker's cgroup, but a cgroup that hands controllers down has no processes of its own,
+    /// and moving one costs a kernel-wide wait. So a helper is born here, makes the namespace, and is gone.
+    pub(super) fn enter_namespace(&self) -> io::Result<()> {
+        let (gate, hold) = pipe_with(PipeFlags::CLOEXEC)?;
+        let (made, report) = pipe_with(PipeFlags::CLOEXEC)?;
+        let here = self.open("")?;
+        let Some(helper) = sys::fork(Some(here.as_fd()))? else {
+            drop((hold, made));
+            let status = i32::from(sys::unshare(UnshareFlags::NEWCGROUP).is_err());
+            drop(report);
+            let _ = rustix::io::read(&gate, &mut [0u8; 1]);
+            sys::exit_now(status);
+        };
+        drop((gate, report));
+        rustix::io::read(&made, &mut [0u8; 1])?;
+        let joined = move_into_thread_name_spaces(helper.as_fd(), ThreadNameSpaceType::CONTROL_GROUP);
+        drop(hold);
+        let ended = waitid(WaitId::PidFd(helper.as_fd()), WaitIdOptions::EXITED)?;
+        joined?;
+        if ended.and_then(|status| status.exit_status()) != Some(0) {
+            return Err(io::Error::other("no new cgroup namespace"));
+        }
+        enable(&self.path).map(|_| ())
     }
 
-    /// Moves it on, and hands the controllers down: a cgroup that does has no processes of its own.
-    pub(super) fn settle_init(&self) -> io::Result<()> {
-        fs::write(self.path.join("init/cgroup.procs"), "0")?;
-        enable(&self.path).map(|_| ())
+    /// A descriptor of a cgroup below, for a process to be born in.
+    pub(super) fn open(&self, below: &str) -> io::Result<OwnedFd> {
+        open_directory(&self.path.join(below))
     }
 
     pub(super) fn exec(&self, id: &str) -> io::Result<PathBuf> {
@@ -98,6 +127,10 @@ fn enable(cgroup: &Path) -> io::Result<Vec<&'static str>> {
         fs::write(cgroup.join("cgroup.subtree_control"), change)?;
     }
     Ok(wanted)
+}
+
+pub(super) fn open_directory(path: &Path) -> io::Result<OwnedFd> {
+    Ok(open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
 }
 
 fn make(path: &Path) -> io::Result<()> {

@@ -1,5 +1,5 @@
-//! What a forked copy of the agent does on its way to become a command: into the cgroup, into the workload's
-//! namespaces, user, limits, terminal, directory, and then the program itself.
+//! What a forked copy of the agent does on its way to become a command: into the workload's namespaces (the cgroup it
+//! was born in), user, limits, terminal, directory, and then the program itself.
 
 use super::{tarball, user};
 use crate::{
@@ -13,15 +13,12 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
+    collections::BTreeMap,
     ffi::CString,
     fs::{self, File},
     io::{self, Write},
-    os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::process::CommandExt,
-    },
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::Path,
-    process::Command,
 };
 
 /// PATH where the environment has none: what the usual container tools give.
@@ -73,8 +70,6 @@ pub(super) enum Stdio {
 pub(super) struct Place<'a> {
     /// A pidfd of a process in the namespaces to enter.
     pub(super) namespaces: BorrowedFd<'a>,
-    /// The exec's cgroup, if there are any.
-    pub(super) cgroup: Option<&'a Path>,
     pub(super) hostname: String,
 }
 
@@ -88,10 +83,6 @@ pub(super) fn run(spec: &ExecSpec, ends: &Ends, place: &Place<'_>) -> ! {
 }
 
 fn start(spec: &ExecSpec, ends: &Ends, place: &Place<'_>) -> Result<std::convert::Infallible, Failure> {
-    if let Some(cgroup) = place.cgroup {
-        let join = fs::write(cgroup.join("cgroup.procs"), "0");
-        join.map_err(Failure::io(StartFailure::NoResources, "cannot enter the cgroup"))?;
-    }
     if let Stdio::Pipes { stdin, stdout, stderr } = &ends.stdio {
         if let Some(stdin) = stdin {
             rustix::stdio::dup2_stdin(stdin).map_err(Failure::other("stdin"))?;
@@ -103,8 +94,7 @@ fn start(spec: &ExecSpec, ends: &Ends, place: &Place<'_>) -> Result<std::convert
     // must not keep other commands' pipes open.
     sys::close_all_but(&[ends.status.as_raw_fd(), place.namespaces.as_raw_fd()]);
 
-    let namespaces = ThreadNameSpaceType::MOUNT | ThreadNameSpaceType::CONTROL_GROUP;
-    rustix::thread::move_into_thread_name_spaces(place.namespaces, namespaces)
+    rustix::thread::move_into_thread_name_spaces(place.namespaces, ThreadNameSpaceType::MOUNT)
         .map_err(|e| Failure::new(StartFailure::NoRoot, format!("the workload's namespaces: {e}")))?;
 
     let identity = user::look_up(spec.user.as_deref())?;
@@ -206,22 +196,22 @@ fn environment(spec: &ExecSpec, home: &str, hostname: &str) -> Vec<(String, Stri
 
 /// Executes the program, found as a shell finds it; returns only if that fails.
 fn execute(args: &[String], env: &[(String, String)]) -> Result<std::convert::Infallible, Failure> {
-    let Some((program, rest)) = args.split_first() else {
+    let Some(program) = args.first() else {
         return Err(Failure::new(StartFailure::Other, "the command is empty"));
     };
-    let attempt = |path: &Path| {
-        let mut command = Command::new(path);
-        command.arg0(program).args(rest).env_clear().envs(env.iter().map(|(name, value)| (name, value)));
-        command.exec()
-    };
+    let arguments = c_strings(args.iter().cloned())?;
+    // Of two entries with one name the later counts, and only that is handed on.
+    let last: BTreeMap<_, _> = env.iter().map(|(name, value)| (name, value)).collect();
+    let variables = c_strings(last.iter().map(|(name, value)| format!("{name}={value}")))?;
     let mut denied = None;
     let path = env.iter().rev().find(|(name, _)| name == "PATH").map_or("", |(_, value)| value.as_str());
     let directories = if program.contains('/') { "" } else { path };
     for directory in directories.split(':') {
-        // An empty part of PATH means the current directory; `./` also keeps the standard library from searching.
-        let directory = if directory.is_empty() { Path::new(".") } else { Path::new(directory) };
-        let candidate = directory.join(program);
-        let error = attempt(&candidate);
+        // An empty part of PATH means the current directory.
+        let candidate = Path::new(directory).join(program);
+        let path = c_strings([candidate.to_string_lossy().into_owned()])?;
+        let Some(path) = path.first() else { continue };
+        let error = sys::execute(path, &arguments, &variables);
         match error.raw_os_error() {
             Some(libc::ENOENT | libc::ENOTDIR) if !candidate.exists() => {}
             Some(libc::EACCES) if program.contains('/') || candidate.is_file() => {
@@ -239,6 +229,11 @@ fn execute(args: &[String], env: &[(String, String)]) -> Result<std::convert::In
         };
         Failure::new(StartFailure::NotFound, message)
     }))
+}
+
+fn c_strings(texts: impl IntoIterator<Item = String>) -> Result<Vec<CString>, Failure> {
+    let strings: Result<_, _> = texts.into_iter().map(CString::new).collect();
+    strings.map_err(|_| Failure::new(StartFailure::Other, "a NUL byte in the command or its environment"))
 }
 
 fn cannot_execute(path: &Path, error: &io::Error) -> Failure {

@@ -16,7 +16,7 @@ use rustix::{
     fd::OwnedFd,
     io::Errno,
     pipe::{PipeFlags, pipe_with},
-    process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid},
+    process::{Signal, WaitId, WaitIdOptions, pidfd_send_signal, waitid},
     termios::{Winsize, tcsetwinsize},
 };
 use std::{
@@ -116,7 +116,8 @@ impl Exec {
                     stdin.fd = Some(master.try_clone().map_err(|_| failed("terminal")(Errno::MFILE))?);
                     stdin.terminal = true;
                 }
-                self.stdout = Output { fd: Some(master), terminal: true, ..Output::default() };
+                self.stdout.fd = Some(master);
+                self.stdout.terminal = true;
                 self.stderr.finish();
                 Stdio::Terminal(path)
             }
@@ -140,13 +141,13 @@ impl Exec {
         };
         let place = Place {
             namespaces: workload.namespaces(),
-            cgroup: self.cgroup.as_deref(),
             hostname: rustix::system::uname().nodename().to_string_lossy().into_owned(),
         };
         let ends = Ends { stdio, status: child_status };
-        let forked = sys::fork().map_err(|e| Failure::new(StartFailure::NoResources, format!("cannot fork: {e}")))?;
-        let Some(pid) = forked else { child::run(&self.spec, &ends, &place) };
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(failed("pidfd"))?;
+        let no_process = |e| Failure::new(StartFailure::NoResources, format!("cannot make a process: {e}"));
+        let birthplace = self.cgroup.as_deref().map(cgroup::open_directory).transpose().map_err(no_process)?;
+        let forked = sys::fork(birthplace.as_ref().map(AsFd::as_fd)).map_err(no_process)?;
+        let Some(pidfd) = forked else { child::run(&self.spec, &ends, &place) };
         Ok(Process { pidfd, status })
     }
 
@@ -252,6 +253,8 @@ pub(super) struct Output {
     left: Option<u64>,
     /// The same for a terminal, where the kernel cannot say how much is on its way.
     pub(super) until: Option<Instant>,
+    /// A pipe that others may still write to, after the stream's end.
+    pub(super) abandoned: Option<OwnedFd>,
 }
 
 impl Output {
@@ -271,7 +274,7 @@ impl Output {
                 if let Some(left) = &mut self.left {
                     *left = left.saturating_sub(u64::try_from(count).unwrap_or(u64::MAX));
                     if *left == 0 {
-                        self.finish();
+                        self.finish_early();
                     }
                 }
             }
@@ -309,7 +312,7 @@ impl Output {
         let left = rustix::io::ioctl_fionread(fd).unwrap_or(0);
         self.left = Some(left);
         if left == 0 {
-            self.finish();
+            self.finish_early();
         }
     }
 
@@ -318,6 +321,13 @@ impl Output {
         if self.until.is_some_and(|until| until <= now) && self.wants(limit) {
             self.finish();
         }
+    }
+
+    /// Ends the stream of a command that has ended, though its pipe may be open: what it left behind must not be
+    /// killed by SIGPIPE for it.
+    fn finish_early(&mut self) {
+        self.abandoned = self.fd.take();
+        self.finish();
     }
 
     fn finish(&mut self) {

@@ -19,7 +19,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fd::{AsFd, BorrowedFd, OwnedFd},
     net::{SocketFlags, accept_with},
-    process::{PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, waitid},
+    process::{Signal, WaitId, WaitIdOptions, waitid},
 };
 use std::{
     collections::BTreeMap,
@@ -30,6 +30,9 @@ use std::{
 
 /// Connections at once. More wait in the listener's queue.
 const MAX_CONNECTIONS: usize = 256;
+
+/// Pipes that are read for the sake of what commands left behind. Beyond these they break, as pipes do.
+const MAX_DRAINS: usize = 256;
 
 /// Output kept for all execs together, above which each stream keeps no more than [`SMALL_WINDOW`]: the agent's
 /// memory is bounded by about twice this.
@@ -51,6 +54,8 @@ pub(super) struct Server {
     execs: BTreeMap<String, Exec>,
     /// Syncs under way.
     jobs: Vec<Job>,
+    /// Pipes of commands that have ended, read and dropped until nothing can write to them any more.
+    drains: Vec<OwnedFd>,
     /// Cgroups of released execs that still had processes.
     leftovers: Vec<PathBuf>,
     next_connection: u64,
@@ -83,6 +88,7 @@ enum Source {
     Process(String),
     Stream(String, Stream),
     Job(usize),
+    Drain(usize),
 }
 
 impl Server {
@@ -93,6 +99,7 @@ impl Server {
             connections: BTreeMap::new(),
             execs: BTreeMap::new(),
             jobs: Vec::new(),
+            drains: Vec::new(),
             leftovers: Vec::new(),
             next_connection: 0,
             stopping: None,
@@ -158,6 +165,9 @@ impl Server {
         for (at, job) in self.jobs.iter().enumerate() {
             list.push((job.pidfd.as_fd(), PollFlags::IN, Source::Job(at)));
         }
+        for (at, drain) in self.drains.iter().enumerate() {
+            list.push((drain.as_fd(), PollFlags::IN, Source::Drain(at)));
+        }
         for (id, connection) in &self.connections {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, connection.reads());
@@ -202,6 +212,11 @@ impl Server {
             }
             Source::Stream(id, stream) => self.move_stream(id, *stream, flags, buffer),
             Source::Job(at) => self.finish_job(*at),
+            Source::Drain(at) => {
+                if self.drains.get(*at).is_some_and(|pipe| matches!(rustix::io::read(pipe, &mut *buffer), Ok(0))) {
+                    self.drains.swap_remove(*at);
+                }
+            }
         }
     }
 
@@ -444,18 +459,18 @@ impl Server {
             }
             exec.stdout.expire(now, window);
             exec.stderr.expire(now, window);
+            self.drains.extend([&mut exec.stdout, &mut exec.stderr].into_iter().filter_map(|o| o.abandoned.take()));
             if let Some(record) = exec.take_announcement() {
                 ended.push(FromAgent::Exited { exec: id.clone(), record });
             }
         }
-        for (id, connection) in &mut self.connections {
+        for connection in self.connections.values_mut() {
             match &mut connection.role {
                 Role::Unopened => {}
                 Role::Control => ended.iter().for_each(|message| connection.send(message)),
                 Role::Output { exec, stream, .. } => match self.execs.get_mut(exec.as_str()) {
                     Some(exec) if !exec.forgotten() => {
                         let output = exec.output(*stream);
-                        debug_assert!(output.connection == Some(*id) || connection.dead);
                         send_output(connection, output, &mut self.marks);
                     }
                     _ => connection.dead = true,
@@ -474,6 +489,7 @@ impl Server {
             connection.flush();
         }
         self.connections.retain(|_, connection| !connection.dead);
+        self.drains.truncate(MAX_DRAINS);
         self.forget();
     }
 
@@ -531,12 +547,12 @@ fn send_output(connection: &mut Connection, output: &Output, marks: &mut Marks) 
 }
 
 fn start_sync() -> std::io::Result<OwnedFd> {
-    let Some(pid) = sys::fork()? else {
+    let Some(pidfd) = sys::fork(None)? else {
         sys::close_all_but(&[]);
         rustix::fs::sync();
         sys::exit_now(0);
     };
-    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+    Ok(pidfd)
 }
 
 fn about(version: u32) -> About {

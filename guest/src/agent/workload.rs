@@ -1,8 +1,9 @@
 //! The place that all workloads share: namespaces made once, the disk as their root, a process of ours as PID 1 that
 //! reaps what they orphan, and a cgroup that leaves the agent room to breathe.
 //!
-//! The agent itself stays outside, in the initramfs. It unshares the pid and uts namespaces for its children: each
-//! fork of it is then a process of the workload's pid namespace and yet its own child, so it can wait for it.
+//! The agent itself stays outside, in the initramfs. It takes on the cgroup and uts namespaces, and unshares the pid
+//! namespace for its children: each fork of it is then a process of the workload's and yet its own child, so it can
+//! wait for it. Only the mount namespace has to be entered.
 
 use super::cgroup::Cgroup;
 use crate::sys;
@@ -14,7 +15,6 @@ use rustix::{
         fsconfig_create, fsconfig_set_flag, fsconfig_set_string, fsmount, fsopen, mount, mount_bind_recursive,
         mount_change, mount_move, mount_remount, move_mount, unmount,
     },
-    process::{PidfdFlags, pidfd_open},
     thread::{ThreadNameSpaceType, UnshareFlags},
 };
 use std::{
@@ -73,14 +73,20 @@ pub(super) enum State {
 impl Workload {
     /// Begins to make it. Mounting goes on in PID 1 while the agent serves.
     pub(super) fn start(root: &Root, cgroups: Option<&Path>) -> Result<Workload, WorkloadError> {
-        sys::unshare(UnshareFlags::NEWPID | UnshareFlags::NEWUTS).map_err(failed("unshare"))?;
         let cgroup = cgroups.map(Cgroup::make).transpose().map_err(failed("workload cgroup"))?;
+        let mut birthplace = None;
+        if let Some(cgroup) = &cgroup {
+            cgroup.enter_namespace().map_err(failed("workload cgroup"))?;
+            birthplace = Some(cgroup.open("init").map_err(failed("workload cgroup"))?);
+        }
+        sys::unshare(UnshareFlags::NEWPID | UnshareFlags::NEWUTS).map_err(failed("unshare"))?;
         let terminals = terminals().map_err(failed("devpts"))?;
         let (report, status) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(failed("pipe"))?;
-        let Some(pid) = sys::fork().map_err(failed("fork"))? else { init(root, cgroup.as_ref(), &terminals, &status) };
+        let Some(pidfd) = sys::fork(birthplace.as_ref().map(AsFd::as_fd)).map_err(failed("fork"))? else {
+            init(root, cgroup.is_some(), &terminals, &status)
+        };
         drop(status);
         rustix::io::ioctl_fionbio(&report, true).map_err(failed("pipe"))?;
-        let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(failed("pidfd_open"))?;
         Ok(Workload { pidfd, terminals, cgroup, state: State::Preparing(report), root: root.clone() })
     }
 
@@ -115,7 +121,7 @@ impl Workload {
         if matches!(self.root, Root::Directory(_)) {
             return;
         }
-        let child = match sys::fork() {
+        let child = match sys::fork(None) {
             Ok(Some(child)) => child,
             Ok(None) => {
                 if rustix::thread::move_into_thread_name_spaces(self.namespaces(), ThreadNameSpaceType::MOUNT).is_ok() {
@@ -126,9 +132,7 @@ impl Workload {
             Err(_) => return,
         };
         // Bounded: a disk that hangs must not keep the machine from powering off.
-        if let Ok(pidfd) = pidfd_open(child, PidfdFlags::empty()) {
-            let _ = wait_for(&pidfd, Duration::from_secs(10));
-        }
+        let _ = wait_for(&child, Duration::from_secs(10));
     }
 }
 
@@ -167,11 +171,13 @@ fn terminals() -> rustix::io::Result<OwnedFd> {
 
 /// PID 1 of the workload: makes its file system, reports, and then only exists. Orphans are reaped by the kernel,
 /// since it ignores SIGCHLD.
-fn init(root: &Root, cgroup: Option<&Cgroup>, terminals: &OwnedFd, status: &OwnedFd) -> ! {
+fn init(root: &Root, cgroups: bool, terminals: &OwnedFd, status: &OwnedFd) -> ! {
     let _ = rustix::thread::set_name(c"bulkhead-init");
+    // In a machine the agent's end is a kernel panic; without one the workload must not outlive it either.
+    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     sys::ignore(libc::SIGCHLD);
     sys::close_all_but(&[terminals.as_raw_fd(), status.as_raw_fd()]);
-    if let Err(error) = furnish(root, cgroup, terminals) {
+    if let Err(error) = furnish(root, cgroups, terminals) {
         let _ = rustix::io::write(status, error.to_string().as_bytes());
     }
     // Not worth killing for its memory, and all of the workload dies with it.
@@ -182,14 +188,8 @@ fn init(root: &Root, cgroup: Option<&Cgroup>, terminals: &OwnedFd, status: &Owne
     }
 }
 
-fn furnish(root: &Root, cgroup: Option<&Cgroup>, terminals: &OwnedFd) -> Result<(), WorkloadError> {
-    if let Some(cgroup) = cgroup {
-        cgroup.enter().map_err(failed("workload cgroup"))?;
-    }
-    sys::unshare(UnshareFlags::NEWNS | UnshareFlags::NEWCGROUP).map_err(failed("unshare"))?;
-    if let Some(cgroup) = cgroup {
-        cgroup.settle_init().map_err(failed("workload cgroup"))?;
-    }
+fn furnish(root: &Root, cgroups: bool, terminals: &OwnedFd) -> Result<(), WorkloadError> {
+    sys::unshare(UnshareFlags::NEWNS).map_err(failed("unshare"))?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).map_err(failed("mount /"))?;
     let at = mount_root(root)?;
     std::env::set_current_dir(&at).map_err(failed("new root"))?;
@@ -201,7 +201,7 @@ fn furnish(root: &Root, cgroup: Option<&Cgroup>, terminals: &OwnedFd) -> Result<
     let sealed = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
     put("proc", "/proc", sealed, c"")?;
     put("sysfs", "/sys", sealed, c"")?;
-    if cgroup.is_some() {
+    if cgroups {
         put("cgroup2", "/sys/fs/cgroup", sealed, c"")?;
     }
     put("devtmpfs", "/dev", MountFlags::NOSUID, c"mode=0755")?;

@@ -15,7 +15,7 @@ use crate::{
     },
 };
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, hash_map::Entry},
     fmt,
     io::Write,
     net::Shutdown,
@@ -122,9 +122,22 @@ impl Control {
         }
     }
 
-    /// A record of this exec will be kept when it comes.
-    pub(super) fn expect_record(&self, exec: &str) {
-        locked(&self.0.state).records.entry(exec.to_owned()).or_default();
+    /// A record of this exec will be kept when it comes. There is one handle for each.
+    pub(super) fn expect_record(&self, exec: &str) -> Result<(), AgentError> {
+        match locked(&self.0.state).records.entry(exec.to_owned()) {
+            Entry::Occupied(_) => {
+                let message = format!("there is a handle of exec {exec:?} already");
+                Err(AgentError::Refused { kind: RefusalKind::IdInUse, message })
+            }
+            Entry::Vacant(slot) => {
+                slot.insert(None);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn drop_record(&self, exec: &str) {
+        locked(&self.0.state).records.remove(exec);
     }
 
     /// Waits for an exec's record.
@@ -143,7 +156,7 @@ impl Control {
 
     /// Drops the record and tells the agent that it may forget the exec. Nobody waits for the answer.
     pub(super) fn forget(&self, exec: &str) {
-        locked(&self.0.state).records.remove(exec);
+        self.drop_record(exec);
         let _ = self.0.submit(Action::Release { exec: exec.to_owned() }, false);
     }
 

@@ -93,25 +93,26 @@ impl Agent {
     /// The spec breaks a rule, the agent refused it, or the machine is gone.
     pub fn exec(&self, spec: ExecSpec) -> Result<Exec, AgentError> {
         spec.check()?;
-        let exec = Exec { control: Arc::clone(&self.control), id: spec.id.clone() };
-        exec.control.expect_record(&exec.id);
-        // If this fails, dropping `exec` releases what may have been started all the same.
-        exec.control.call(Action::Exec(Box::new(spec)))?;
-        Ok(exec)
+        let id = spec.id.clone();
+        self.control.expect_record(&id)?;
+        if let Err(error) = self.control.call(Action::Exec(Box::new(spec))) {
+            self.control.drop_record(&id);
+            return Err(error);
+        }
+        Ok(Exec { control: Arc::clone(&self.control), id })
     }
 
-    /// An exec that was started over another connection, by its id. Its streams begin at the oldest byte that nobody
+    /// An exec that another client of the agent started, by its id. Its streams begin at the oldest byte that nobody
     /// acknowledged, so a caller that has some already must say how many: see [`Exec::copy_stdout_from`].
     ///
     /// # Errors
-    /// The id breaks the rule.
+    /// The id breaks the rule, or there is a handle of it already.
     pub fn attach(&self, id: &str) -> Result<Exec, AgentError> {
         if !valid_id(id) {
             return Err(crate::message::SpecError::Id(id.to_owned()).into());
         }
-        let exec = Exec { control: Arc::clone(&self.control), id: id.to_owned() };
-        exec.control.expect_record(id);
-        Ok(exec)
+        self.control.expect_record(id)?;
+        Ok(Exec { control: Arc::clone(&self.control), id: id.to_owned() })
     }
 
     /// Ends the workload (SIGTERM, then SIGKILL after `grace`; at once if it is zero), unmounts and powers off.
