@@ -92,11 +92,11 @@ impl Store {
     /// Makes a run's directory from its spec, whose id is chosen here. The lock that comes back is held.
     pub(crate) fn create(&self, spec: &mut Spec) -> Result<(RunDirectory, File), StoreError> {
         let _guard = self.guard()?;
-        if let Some(name) = &spec.name {
-            if let Some(other) = self.all().into_iter().find(|other| other.spec.name.as_ref() == Some(name)) {
-                let path = other.directory.0;
-                return Err(StoreError::NameTaken { name: name.clone(), id: other.spec.id, path });
-            }
+        if let Some(name) = &spec.name
+            && let Some(other) = self.all().into_iter().find(|other| other.spec.name.as_ref() == Some(name))
+        {
+            let path = other.directory.0;
+            return Err(StoreError::NameTaken { name: name.clone(), id: other.spec.id, path });
         }
         let (path, temporary) = loop {
             let id = fresh_id().map_err(at(&self.runs))?;

@@ -181,7 +181,8 @@ mod tests {
             assert_eq!(leaf.edx >> bit & 1, 0, "{what}");
         }
         assert_eq!(find(&table, 0x8000_0001, 0).ecx >> 2 & 1, 0, "SVM");
-        for (bit, what) in [(4, "async page fault"), (10, "async page fault exits"), (14, "async page fault interrupt")] {
+        for (bit, what) in [(4, "async page fault"), (10, "async page fault exits"), (14, "async page fault interrupt")]
+        {
             assert_eq!(find(&table, 0x4000_0001, 0).eax >> bit & 1, 0, "{what}");
         }
         assert_eq!(find(&table, 0, 0).eax, MAX_BASIC);

@@ -2,9 +2,9 @@
 
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
-use std::sync::Arc;
 
 use rustix::event::epoll;
 use vmm_control::{ControlError, ControlSocket, Event, Mark, Request, Stats, StopReason};
@@ -70,9 +70,8 @@ impl EventLoop {
     /// Runs until the machine ends, tells the supervisor why, and returns.
     pub fn run(mut self, inbox: Inbox) -> std::io::Result<()> {
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let add = |fd: BorrowedFd<'_>, token| {
-            epoll::add(&poll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN)
-        };
+        let add =
+            |fd: BorrowedFd<'_>, token| epoll::add(&poll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
         add(self.control.as_fd(), CONTROL)?;
         add(as_fd(inbox.wake_fd()), MAILBOX)?;
         for (token, (_, kick)) in (0u64..).zip(&self.machine.kicks) {
@@ -233,11 +232,7 @@ impl EventLoop {
             Device::Block(block) => Some(block.stats()),
             _ => None,
         });
-        Stats {
-            exits: self.machine.shared.exits.counts(),
-            marks: self.marks.clone(),
-            blocks: blocks.collect(),
-        }
+        Stats { exits: self.machine.shared.exits.counts(), marks: self.marks.clone(), blocks: blocks.collect() }
     }
 
     /// Stops the vCPUs, then lets the disks finish what they hold, then reports.

@@ -29,6 +29,8 @@ pub const HOLE_END: u64 = 0x1_0000_0000;
 pub const VIRTIO_BASE: u64 = 0xc000_1000;
 /// Size of a window: one page, so that it can be a read-only memory slot.
 pub const VIRTIO_WINDOW: u64 = 0x1000;
+/// The same as a length in our own memory.
+pub const VIRTIO_PAGE: usize = 0x1000;
 /// I/O APIC.
 pub const IOAPIC: u32 = 0xfec0_0000;
 /// Local APIC.

@@ -128,7 +128,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
     let (kvm_fd, vm) = create_vm(parts.kvm)?;
     let ram = memory::guest_ram(config.memory)?;
     let devices = FIRST_DISK.saturating_add(config.disks.len());
-    let pages = Arc::new(memory::device_pages(devices.saturating_mul(layout::VIRTIO_WINDOW as usize))?);
+    let pages = Arc::new(memory::device_pages(devices.saturating_mul(layout::VIRTIO_PAGE))?);
     map_memory(&vm, &ram, &pages)?;
 
     let entry = boot::load(
@@ -140,7 +140,8 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
         acpi::Tables { vcpus: config.vcpus, virtio_devices: devices, serial: config.console },
     )?;
 
-    let mut wiring = Wiring { vm: &vm, ram: &ram, pages: &pages, transports: Vec::new(), kicks: Vec::new(), absorbed: Vec::new() };
+    let mut wiring =
+        Wiring { vm: &vm, ram: &ram, pages: &pages, transports: Vec::new(), kicks: Vec::new(), absorbed: Vec::new() };
     wiring.absorb_ports()?;
     wiring.add_vsock()?;
     wiring.add_rng()?;
@@ -272,13 +273,8 @@ fn create_vm(fd: OwnedFd) -> Result<(Kvm, VmFd), MachineError> {
 fn map_memory(vm: &VmFd, ram: &Ram, pages: &MmapRegion<()>) -> Result<(), MachineError> {
     let mut slot = 0;
     let mut map = |guest_phys_addr, memory_size, host: *mut u8, flags| {
-        let region = kvm_userspace_memory_region {
-            slot,
-            flags,
-            guest_phys_addr,
-            memory_size,
-            userspace_addr: host as u64,
-        };
+        let region =
+            kvm_userspace_memory_region { slot, flags, guest_phys_addr, memory_size, userspace_addr: host as u64 };
         slot += 1;
         // SAFETY: the range is mapped, and stays so for the life of the process (see `memory`).
         kvm("KVM_SET_USER_MEMORY_REGION", unsafe { vm.set_user_memory_region(region) })

@@ -288,13 +288,14 @@ impl<'a> Supervision<'a> {
 
     /// Ends the machine, in whatever way is left, and its VMM. A disk that is kept is written back first.
     fn end_machine(&mut self, ending: &Ending) {
-        if !self.spec.ephemeral && ending.is_orderly() {
-            if let Some(agent) = self.agent.clone().filter(|_| !self.stopped) {
-                // The answer may never come; whether the machine ended is what counts.
-                let asked = Builder::new().name("power-off".into()).spawn(move || agent.poweroff(POWER_OFF_GRACE));
-                if asked.is_ok() {
-                    self.await_stop(POWER_OFF_PATIENCE);
-                }
+        if !self.spec.ephemeral
+            && ending.is_orderly()
+            && let Some(agent) = self.agent.clone().filter(|_| !self.stopped)
+        {
+            // The answer may never come; whether the machine ended is what counts.
+            let asked = Builder::new().name("power-off".into()).spawn(move || agent.poweroff(POWER_OFF_GRACE));
+            if asked.is_ok() {
+                self.await_stop(POWER_OFF_PATIENCE);
             }
         }
         if !self.stopped && self.vmm.ask_to_stop().is_ok() {

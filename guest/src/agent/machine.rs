@@ -138,7 +138,7 @@ pub(super) fn welcome(ours: bool, wall_clock: u64, entropy: &str, hostname: &str
 }
 
 fn from_hex(text: &str) -> Option<Vec<u8>> {
-    if text.len() % 2 != 0 || text.len() > 2 * MAX_ENTROPY {
+    if !text.len().is_multiple_of(2) || text.len() > 2 * MAX_ENTROPY {
         return None;
     }
     let digit = |byte: &u8| char::from(*byte).to_digit(16).and_then(|d| u8::try_from(d).ok());

@@ -50,7 +50,7 @@ fn page_offset(chunk: usize) -> u64 {
 }
 
 fn check_size(size: u64) -> Result<(), LayerError> {
-    if size == 0 || size > MAX_SIZE || size % BLOCK != 0 {
+    if size == 0 || size > MAX_SIZE || !size.is_multiple_of(BLOCK) {
         return Err(LayerError::Size { size });
     }
     Ok(())

@@ -298,7 +298,7 @@ impl<F: HostFile> Disk<F> {
 
     /// The blocks of a request, checked.
     fn blocks(&self, offset: u64, len: u64) -> Result<Range<usize>, DiskError> {
-        if offset % BLOCK != 0 || len % BLOCK != 0 {
+        if !offset.is_multiple_of(BLOCK) || !len.is_multiple_of(BLOCK) {
             return Err(DiskError::Misaligned { offset, len });
         }
         let out_of_range = DiskError::OutOfRange { offset, len, size: self.size };

@@ -54,8 +54,7 @@ struct Dialer {
 
 impl Dial for Dialer {
     fn dial(&self, port: u32) -> io::Result<UnixStream> {
-        let stream =
-            self.vmm.connect(port).map_err(|error| io::Error::new(io::ErrorKind::ConnectionAborted, error))?;
+        let stream = self.vmm.connect(port).map_err(|error| io::Error::new(io::ErrorKind::ConnectionAborted, error))?;
         self.connections.lock().unwrap().push(stream.try_clone()?);
         Ok(stream)
     }
@@ -76,8 +75,7 @@ impl Guest {
     /// Boots one with the live layer that is in `files`.
     pub(crate) fn over(recipe: &Recipe, files: tempfile::TempDir) -> Self {
         let layer = |name| File::options().read(true).write(true).open(files.path().join(name)).unwrap();
-        let disk =
-            Disk { serial: "root".into(), read_only: false, raw_base: true, layers: 2, queues: recipe.queues };
+        let disk = Disk { serial: "root".into(), read_only: false, raw_base: true, layers: 2, queues: recipe.queues };
         let config = Config { disks: vec![disk], ..host::config(recipe.vcpus, recipe.memory, 2) };
         let kernel = host::newest_kernel();
         let parts = [

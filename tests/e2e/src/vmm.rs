@@ -1,7 +1,8 @@
 //! A `bulkhead-vmm` of a test's own, without supervisor: for what is measured at the control socket.
 
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -23,18 +24,17 @@ impl Vmm {
         let theirs: OwnedFd = theirs.as_fd().try_clone_to_owned().map_err(|error| error.to_string())?;
         let mut command = Command::new(&binary);
         command.env_clear().stdin(Stdio::null());
-        // SAFETY: between fork and exec only dup2, which is async-signal-safe.
-        unsafe {
-            command.pre_exec(move || {
-                let mut third = rustix::fd::FromRawFd::from_raw_fd(3);
-                let copied = rustix::io::dup2(&theirs, &mut third);
-                std::mem::forget::<OwnedFd>(third);
-                Ok(copied?)
-            });
-        }
+        let place = move || {
+            // SAFETY: whatever descriptor 3 is in the child is replaced, and is nobody's to close.
+            let mut third = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(3) });
+            Ok(rustix::io::dup2(&theirs, &mut third)?)
+        };
+        // SAFETY: between fork and exec there is only dup2, which is async-signal-safe.
+        unsafe { command.pre_exec(place) };
         let process = command.spawn().map_err(|error| format!("{}: {error}", binary.display()))?;
         let vmm = Self { control: ours, process: std::sync::Mutex::new(process) };
-        let kvm = File::options().read(true).write(true).open("/dev/kvm").map_err(|error| format!("/dev/kvm: {error}"))?;
+        let kvm =
+            File::options().read(true).write(true).open("/dev/kvm").map_err(|error| format!("/dev/kvm: {error}"))?;
         let descriptors: Vec<BorrowedFd<'_>> =
             std::iter::once(kvm.as_fd()).chain(files.iter().map(|file| file.as_fd())).collect();
         vmm.control.send(&Request::Start(config), &descriptors).map_err(|error| error.to_string())?;

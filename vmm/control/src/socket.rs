@@ -42,8 +42,8 @@ pub struct ControlSocket(OwnedFd);
 impl ControlSocket {
     /// Both ends of a new control socket, close-on-exec.
     pub fn pair() -> Result<(Self, Self), ControlError> {
-        let (a, b) =
-            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).map_err(io::Error::from)?;
+        let (a, b) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .map_err(io::Error::from)?;
         Ok((Self(a), Self(b)))
     }
 

@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use snapshot::disk::{Disk, DiskError};
+use snapshot::disk::{BLOCK, Disk, DiskError};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
     VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
@@ -144,21 +144,21 @@ impl Block {
 
     /// `struct virtio_blk_config` of virtio 1.2, section 5.2.4, up to the write-zeroes fields.
     pub(super) fn config(&self) -> Vec<u8> {
-        let block = u32::try_from(snapshot::disk::BLOCK).unwrap_or(0);
-        let sectors_a_block = (snapshot::disk::BLOCK / SECTOR) as u32;
+        let word = |value: u64| u32::try_from(value).unwrap_or(u32::MAX).to_le_bytes();
+        let queues = u16::try_from(self.workers.len()).unwrap_or(u16::MAX);
         let mut config = (self.backing.disk.size() / SECTOR).to_le_bytes().to_vec();
         config.extend(0u32.to_le_bytes()); // size_max: not offered
         config.extend(SEG_MAX.to_le_bytes());
         config.extend([0; 4]); // geometry: not offered
-        config.extend(block.to_le_bytes());
+        config.extend(word(BLOCK));
         config.extend([0; 8]); // topology: not offered
         config.extend([0, 0]); // writeback: not offered
-        config.extend((self.workers.len() as u16).to_le_bytes());
+        config.extend(queues.to_le_bytes());
         config.extend(MAX_RANGE_SECTORS.to_le_bytes());
-        config.extend((MAX_RANGES as u32).to_le_bytes());
-        config.extend(sectors_a_block.to_le_bytes()); // discard alignment
+        config.extend(word(MAX_RANGES as u64));
+        config.extend(word(BLOCK / SECTOR)); // discard alignment
         config.extend(MAX_RANGE_SECTORS.to_le_bytes());
-        config.extend((MAX_RANGES as u32).to_le_bytes());
+        config.extend(word(MAX_RANGES as u64));
         config.extend([1, 0, 0, 0]); // write-zeroes may unmap
         config
     }

@@ -73,6 +73,6 @@ impl Device {
 
     /// Raise the device's interrupt.
     pub fn interrupt(&self) {
-        each!(self, device => device.interrupt())
+        each!(self, device => device.interrupt());
     }
 }

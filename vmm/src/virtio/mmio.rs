@@ -72,7 +72,7 @@ pub struct RegisterPage {
 impl RegisterPage {
     /// The page of device `index` in `pages`.
     pub fn new(pages: Arc<MmapRegion<()>>, index: usize) -> Self {
-        Self { pages, start: index.saturating_mul(layout::VIRTIO_WINDOW as usize) }
+        Self { pages, start: index.saturating_mul(layout::VIRTIO_PAGE) }
     }
 
     fn store(&self, offset: u64, value: u32) {
@@ -291,8 +291,8 @@ impl Transport {
         self.page.store(
             DEVICE_FEATURES,
             match self.state.device_features_sel {
-                0 => features as u32,
-                1 => (features >> 32) as u32,
+                0 => half(features),
+                1 => half(features >> 32),
                 _ => 0,
             },
         );
@@ -302,6 +302,11 @@ impl Transport {
         self.page.store(QUEUE_READY, queue.map_or(0, |queue| u32::from(queue.ready)));
         self.page.store(STATUS, self.state.status);
     }
+}
+
+/// The low 32 bits.
+fn half(word: u64) -> u32 {
+    u32::try_from(word & 0xffff_ffff).unwrap_or(0)
 }
 
 /// A queue whose size, alignment and place in guest memory were checked. The device keeps this copy: what the

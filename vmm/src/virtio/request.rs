@@ -6,8 +6,8 @@
 
 use snapshot::disk::{BLOCK, Buffer, Disk, DiskError};
 use virtio_bindings::virtio_blk::{
-    VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
-    VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
+    VIRTIO_BLK_T_WRITE_ZEROES,
 };
 use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes, GuestMemoryBackend, VolatileSlice};
@@ -25,6 +25,13 @@ pub const MAX_RANGES: usize = 32;
 pub const MAX_RANGE_SECTORS: u32 = 1 << 21;
 /// Most bytes of data of one request. Drivers stay far below; a hostile one may name the same memory many times.
 const MAX_DATA: usize = 64 << 20;
+
+/// `VIRTIO_BLK_S_OK`
+const OK: u8 = 0;
+/// `VIRTIO_BLK_S_IOERR`
+const IO_ERROR: u8 = 1;
+/// `VIRTIO_BLK_S_UNSUPP`
+const UNSUPPORTED: u8 = 2;
 
 const HEADER: usize = 16;
 const RANGE: usize = 16;
@@ -77,8 +84,8 @@ impl<'a> Request<'a> {
     /// Does what is asked. `Err` is for what concerns more than this request: if the host has no room, nothing was
     /// lost, and the request can be tried again; if a flush failed, the disk is lost. All else is in the status.
     pub fn execute(&self, disk: &Disk, id: &[u8; ID_LENGTH]) -> Result<Outcome, DiskError> {
-        let ok = Outcome { status: VIRTIO_BLK_S_OK as u8, ..Outcome::default() };
-        let unsupported = Ok(Outcome { status: VIRTIO_BLK_S_UNSUPP as u8, ..Outcome::default() });
+        let ok = Outcome { status: OK, ..Outcome::default() };
+        let unsupported = Ok(Outcome { status: UNSUPPORTED, ..Outcome::default() });
         let Some(offset) = self.sector.checked_mul(SECTOR) else { return Ok(io_error()) };
         let result = match self.kind {
             _ if self.input.len().max(self.output.len()) > MAX_DATA => return Ok(io_error()),
@@ -160,7 +167,7 @@ impl Range {
 
 /// The outcome of a request that failed.
 pub fn io_error() -> Outcome {
-    Outcome { status: VIRTIO_BLK_S_IOERR as u8, ..Outcome::default() }
+    Outcome { status: IO_ERROR, ..Outcome::default() }
 }
 
 // The driver is told that blocks are of this size, and may only name whole ones.
