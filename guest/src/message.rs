@@ -158,7 +158,12 @@ pub enum Action {
         /// Columns.
         cols: u16,
     },
-    /// Forgets an exec that has ended, its record and what is left of its streams.
+    /// Has the record of an exec sent again, if it has ended; refused if there is no such exec.
+    Recall {
+        /// The exec's id.
+        exec: String,
+    },
+    /// Forgets an exec, its record and what is left of its streams; once it has ended, if it has not yet.
     Release {
         /// The exec's id.
         exec: String,

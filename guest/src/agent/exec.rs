@@ -42,7 +42,8 @@ pub(super) struct Exec {
     pub(super) stderr: Output,
     /// The host wants to hear no more of it.
     pub(super) released: bool,
-    announced: bool,
+    /// Its record was sent to the control connections that there are.
+    pub(super) announced: bool,
     cgroup: Option<PathBuf>,
 }
 

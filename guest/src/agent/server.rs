@@ -371,6 +371,13 @@ impl Server {
                 Some(exec) if exec.resize(rows, cols) => Ok(()),
                 Some(_) => Err(refusal(RefusalKind::NoSuchStream, "the exec has no terminal")),
             },
+            Action::Recall { exec } => match self.execs.get_mut(&exec) {
+                None => unknown(&exec),
+                Some(exec) => {
+                    exec.announced = false;
+                    Ok(())
+                }
+            },
             Action::Release { exec } => match self.execs.get_mut(&exec) {
                 // Repeated, perhaps.
                 None => Ok(()),

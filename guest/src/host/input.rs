@@ -142,6 +142,10 @@ fn serve(control: &Control, exec: &str, shared: &Shared) -> Result<u64, AgentErr
     };
     let mut frames = Vec::new();
     loop {
+        // First what came, which may have come along with the answer to the opening.
+        if let Some(accepted) = take(&mut link, shared)? {
+            return Ok(accepted);
+        }
         // One frame at a time, so that acknowledgements are taken between two; and never more than the credit, so
         // that the write does not wait for the process.
         {
@@ -169,19 +173,24 @@ fn serve(control: &Control, exec: &str, shared: &Shared) -> Result<u64, AgentErr
         }
         if connection {
             link.fill()?;
-            while let Some(incoming) = link.receive_ready()? {
-                match incoming {
-                    Incoming::Ack(offset) => acknowledge(shared, offset)?,
-                    Incoming::Message(FromAgent::Closed { offset }) => return Ok(offset),
-                    Incoming::End(total) => {
-                        acknowledge(shared, total)?;
-                        return Ok(total);
-                    }
-                    other => return Err(AgentError::protocol(format_args!("{other:?} on an input stream"))),
-                }
-            }
         }
     }
+}
+
+/// Takes what has arrived; the accepted length once there is no more to send.
+fn take(link: &mut Link, shared: &Shared) -> Result<Option<u64>, AgentError> {
+    while let Some(incoming) = link.receive_ready()? {
+        match incoming {
+            Incoming::Ack(offset) => acknowledge(shared, offset)?,
+            Incoming::Message(FromAgent::Closed { offset }) => return Ok(Some(offset)),
+            Incoming::End(total) => {
+                acknowledge(shared, total)?;
+                return Ok(Some(total));
+            }
+            other => return Err(AgentError::protocol(format_args!("{other:?} on an input stream"))),
+        }
+    }
+    Ok(None)
 }
 
 fn attach(shared: &Shared, offset: u64) -> Result<Cursor, AgentError> {

@@ -106,12 +106,16 @@ impl Agent {
     /// acknowledged, so a caller that has some already must say how many: see [`Exec::copy_stdout_from`].
     ///
     /// # Errors
-    /// The id breaks the rule, or there is a handle of it already.
+    /// There is no such exec, there is a handle of it already, or the machine is gone.
     pub fn attach(&self, id: &str) -> Result<Exec, AgentError> {
         if !valid_id(id) {
             return Err(crate::message::SpecError::Id(id.to_owned()).into());
         }
         self.control.expect_record(id)?;
+        if let Err(error) = self.control.call(Action::Recall { exec: id.to_owned() }) {
+            self.control.drop_record(id);
+            return Err(error);
+        }
         Ok(Exec { control: Arc::clone(&self.control), id: id.to_owned() })
     }
 
