@@ -151,7 +151,7 @@ impl EventLoop {
                         let _ = done.send(());
                     }
                 }
-                Message::Mark(mark, exits) => self.marks.push(Mark { mark, exits }),
+                Message::Mark(mark) => self.marks.push(mark),
                 Message::QueueReleased { device } => self.on_released(device),
                 Message::QueueBroken { device } => self.broken(device),
                 Message::DiskFull { disk, full } => {

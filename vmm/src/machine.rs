@@ -4,6 +4,7 @@ use std::fs::File;
 use std::os::fd::{IntoRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::time::Instant;
 
 use kvm_bindings::{KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
@@ -123,6 +124,7 @@ pub const FIRST_DISK: usize = 2;
 
 /// Builds it. `descriptors` are in the order of [`vmm_control::Request::Start`].
 pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> Result<Machine, MachineError> {
+    let start = Instant::now();
     check(config)?;
     let mut parts = Parts::take(config, descriptors)?;
     let (kvm_fd, vm) = create_vm(parts.kvm)?;
@@ -167,7 +169,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
         kvm("vCPU registers", vcpu::configure(&vcpu, supported.as_slice(), id, config.vcpus, entry))?;
         vcpus.push(vcpu);
     }
-    let shared = Arc::new(Shared::new(devices, serial));
+    let shared = Arc::new(Shared::new(devices, serial, start));
     Ok(Machine { vm, vcpus, shared, transports, kicks, console, absorbed })
 }
 

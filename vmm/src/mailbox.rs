@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use vmm_control::{ExitCounts, StopReason};
+use vmm_control::{Mark, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
 /// From a thread to the event loop.
@@ -23,8 +23,8 @@ pub enum Message {
         /// The waiting vCPU.
         done: Sender<()>,
     },
-    /// The guest wrote this mark for the first time, after so many exits.
-    Mark(u8, ExitCounts),
+    /// The guest wrote a mark for the first time.
+    Mark(Mark),
     /// The machine is to end.
     Stop(StopReason),
     /// A queue's thread let go of its queue, as it was told to.

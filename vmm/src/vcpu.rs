@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use kvm_bindings::{CpuId, Msrs, kvm_cpuid_entry2};
 use kvm_ioctls::{VcpuExit, VcpuFd};
-use vmm_control::{ExitCounts, StopReason};
+use vmm_control::{ExitCounts, Mark, StopReason};
 
 use crate::layout;
 use crate::mailbox::{Mailbox, Message};
@@ -30,17 +31,20 @@ pub struct Shared {
     pub serial: Option<Serial>,
     /// Number of virtio devices.
     pub virtio_devices: usize,
+    /// When the machine began to be built.
+    pub start: Instant,
     marks: [AtomicBool; 256],
 }
 
 impl Shared {
-    /// For a machine with so many devices.
-    pub fn new(virtio_devices: usize, serial: Option<Serial>) -> Self {
+    /// For a machine with so many devices, which began to be built at `start`.
+    pub fn new(virtio_devices: usize, serial: Option<Serial>, start: Instant) -> Self {
         Self {
             stopping: AtomicBool::new(false),
             exits: Exits::default(),
             serial,
             virtio_devices,
+            start,
             marks: [const { AtomicBool::new(false) }; 256],
         }
     }
@@ -196,7 +200,8 @@ impl Vcpu {
             (layout::MARK_PORT, mark) => {
                 let seen = self.shared.marks.get(usize::from(mark))?;
                 if !seen.swap(true, Ordering::Relaxed) {
-                    self.mailbox.send(Message::Mark(mark, self.shared.exits.counts()));
+                    let micros = u64::try_from(self.shared.start.elapsed().as_micros()).unwrap_or(u64::MAX);
+                    self.mailbox.send(Message::Mark(Mark { mark, exits: self.shared.exits.counts(), micros }));
                 }
                 None
             }

@@ -149,6 +149,8 @@ pub struct Mark {
     pub mark: u8,
     /// Exits to user space until then, its own included.
     pub exits: ExitCounts,
+    /// Microseconds since the VMM began to build the machine.
+    pub micros: u64,
 }
 
 /// Exits to user space, by kind.

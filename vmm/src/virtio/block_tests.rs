@@ -1,4 +1,5 @@
 //! The disk device behind hand-made rings, with a driver in the test's thread.
+#![allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 
 use std::fs::File;
 use std::time::{Duration, Instant};

@@ -85,12 +85,6 @@ impl RegisterPage {
         let at = self.start.saturating_add(usize::try_from(offset).unwrap_or(usize::MAX));
         let _ = self.pages.as_volatile_slice().write_slice(bytes, at);
     }
-
-    /// What the guest would read.
-    #[cfg(test)]
-    pub(super) fn load(&self, offset: u64) -> u32 {
-        self.pages.as_volatile_slice().load(self.start + offset as usize, Ordering::Acquire).unwrap()
-    }
 }
 
 /// Everything about a transport that outlives a save and restore.

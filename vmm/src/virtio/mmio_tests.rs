@@ -1,3 +1,5 @@
+#![allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
+
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -7,6 +9,13 @@ use vmm_sys_util::eventfd::EventFd;
 use super::*;
 use crate::memory::{device_pages, guest_ram};
 use crate::virtio::rng::Rng;
+
+impl RegisterPage {
+    /// What the guest would read.
+    fn load(&self, offset: u64) -> u32 {
+        self.pages.as_volatile_slice().load(self.start + offset as usize, Ordering::Acquire).unwrap()
+    }
+}
 
 const RAM: u64 = 4 << 20;
 
