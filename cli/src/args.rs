@@ -222,6 +222,22 @@ fn cmdline(text: &str) -> Result<String, String> {
     }
 }
 
+/// What is wrong with a command line, in one line: clap's message and tips, without its usage, which `--help` shows.
+pub(crate) fn wrong_usage(error: &clap::Error) -> String {
+    let text = error.render().to_string();
+    let said =
+        text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
+    let mut line = String::new();
+    // No option can be passed as a value where we take values.
+    for part in said.filter(|part| !part.is_empty() && !part.starts_with("tip: to pass")) {
+        if !line.is_empty() {
+            line.push_str(if line.ends_with(':') { " " } else { "; " });
+        }
+        line.push_str(part.strip_prefix("error: ").unwrap_or(part));
+    }
+    line
+}
+
 /// An option of ours that stands among the command's words and looks as if it was meant for us: it is
 /// the first of them, or its value reads as ours would. Nothing when the user wrote `--`.
 pub(crate) fn misplaced_option(argv: &[OsString], subcommand: &str, words: &[String]) -> Option<String> {
@@ -317,6 +333,17 @@ mod tests {
         ] {
             assert!(run(words).is_err(), "{words:?}");
         }
+    }
+
+    #[test]
+    fn what_is_wrong_fits_a_line() {
+        let said = |words: &[&str]| wrong_usage(&run(words).unwrap_err());
+        assert_eq!(said(&["--cpus", "1.5", "x"]), "invalid value '1.5' for '--cpus <N>': not a whole number");
+        let said = said(&["--memroy", "4G", "x"]);
+        assert_eq!(said, "unexpected argument '--memroy' found; tip: a similar argument exists: '--memory'");
+        let none = wrong_usage(&run(&[]).unwrap_err());
+        assert!(none.starts_with("the following required arguments were not provided: <IMAGE"), "{none}");
+        assert_eq!(wrong_usage(&run(&["--name", "a\nb", "x"]).unwrap_err()).lines().count(), 1);
     }
 
     #[test]

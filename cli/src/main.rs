@@ -23,6 +23,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand;
 
 use crate::args::{Cli, Command};
 
@@ -33,10 +34,14 @@ fn main() -> ExitCode {
     let argv: Vec<OsString> = std::env::args_os().collect();
     let cli = match Cli::try_parse_from(&argv) {
         Ok(cli) => cli,
-        Err(error) => {
-            // To standard output for --help and --version; a closed pipe is quiet.
+        // Help and version, for which a closed pipe is quiet; without a command, the help is what to say.
+        Err(error) if !error.use_stderr() || error.kind() == DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
             return ExitCode::from(if error.use_stderr() { FAILED } else { 0 });
+        }
+        Err(error) => {
+            say(&args::wrong_usage(&error));
+            return ExitCode::from(FAILED);
         }
     };
     let result = match cli.command {
