@@ -156,6 +156,14 @@ pub(crate) fn add_entropy(random: &File, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// Makes a mounted ext4, of which `root` is any directory, so many blocks large.
+pub(crate) fn ext4_resize(root: &File, blocks: u64) -> io::Result<()> {
+    const EXT4_IOC_RESIZE_FS: libc::c_ulong = 0x4008_6610;
+    // SAFETY: the kernel reads one 64-bit number, which lives through the call.
+    check(unsafe { libc::ioctl(root.as_raw_fd(), EXT4_IOC_RESIZE_FS, &raw const blocks) })?;
+    Ok(())
+}
+
 /// Sets the loopback interface up.
 pub(crate) fn loopback_up() -> io::Result<()> {
     let kind = rustix::net::SocketFlags::CLOEXEC;

@@ -58,7 +58,10 @@ fn the_agent_is_out_of_sight_and_containers_can_be_made() {
     let ran = run(&agent, sh("a", "cat /proc/1/comm; ls / | sort | tr '\\n' ' '; ls -d /proc/[0-9]* | wc -l"), b"");
     let lines: Vec<_> = ran.text().lines().collect();
     assert_eq!(lines[0], "bulkhead-init");
-    assert_eq!(lines[1], "bin dev etc proc root sys tmp 4", "only PID 1 and this pipeline run");
+    let (names, processes) = lines[1].rsplit_once(' ').unwrap();
+    assert_eq!(names, "bin dev etc proc root sys tmp");
+    // PID 1, the shell, and what of its pipeline runs already.
+    assert!((2..=4).contains(&processes.parse::<usize>().unwrap()), "{processes}");
 
     let script =
         "mount -t tmpfs none /tmp && unshare -U -r -m -p -f sh -c 'mount -t proc proc /proc && id -u && echo $$'";
@@ -127,8 +130,9 @@ fn signals_end_a_command_or_its_whole_cgroup() {
     assert!(matches!(exec.copy_stdout(&mut first), Err(AgentError::Sink(_))));
     exec.signal(9, true).unwrap();
     assert_eq!(exec.wait().unwrap(), ExitRecord::Signaled { signal: 9, core: false });
-    let ran = run(&agent, sh("c", "ps -o args | grep -c 'slee[p] 7'"), b"");
-    assert_eq!(ran.text(), "0\n");
+    // They have all been sent the signal; dying takes each its time.
+    let script = "for i in $(seq 100); do ps -o args | grep -q 'slee[p] 7' || exit 0; sleep 0.05; done; exit 1";
+    assert_eq!(run(&agent, sh("c", script), b"").record, OK);
 
     assert!(matches!(exec.signal(99, false), Err(AgentError::Refused { kind: RefusalKind::Malformed, .. })));
     assert!(matches!(exec.resize(1, 1), Err(AgentError::Refused { kind: RefusalKind::NoSuchStream, .. })));

@@ -30,6 +30,9 @@ use std::{
 /// then, so the end usually comes at once.
 const TERMINAL_GRACE: Duration = Duration::from_millis(200);
 
+/// Signals kept for a command that waits for the workload's root; more of them say nothing new.
+const MAX_EARLY_SIGNALS: usize = 32;
+
 /// What ends a terminal's input: control-D.
 const END_OF_INPUT: u8 = 4;
 
@@ -44,6 +47,8 @@ pub(super) struct Exec {
     pub(super) released: bool,
     /// Its record was sent to the control connections that there are.
     pub(super) announced: bool,
+    /// Signals that came before it ran.
+    early: Vec<(Signal, bool)>,
     cgroup: Option<PathBuf>,
 }
 
@@ -73,6 +78,7 @@ impl Exec {
             stderr: Output::default(),
             released: false,
             announced: false,
+            early: Vec::new(),
             cgroup: None,
         }
     }
@@ -85,7 +91,12 @@ impl Exec {
             workload::State::Ready => self.launch(workload),
         };
         match outcome {
-            Ok(process) => self.state = State::Running(process),
+            Ok(process) => {
+                self.state = State::Running(process);
+                for (signal, whole) in std::mem::take(&mut self.early) {
+                    let _ = self.signal(signal, whole);
+                }
+            }
             Err(failure) => self.never_started(&failure),
         }
     }
@@ -178,9 +189,10 @@ impl Exec {
         }
     }
 
-    /// Sends a signal; to a command that has ended it is no error.
-    pub(super) fn signal(&self, signal: Signal, whole: bool) -> Result<(), Errno> {
+    /// Sends a signal; to a command that has ended it is no error, and one that has not begun gets it when it does.
+    pub(super) fn signal(&mut self, signal: Signal, whole: bool) -> Result<(), Errno> {
         match (&self.cgroup, &self.state) {
+            (_, State::Waiting) if self.early.len() < MAX_EARLY_SIGNALS => self.early.push((signal, whole)),
             (Some(cgroup), _) if whole && signal == Signal::KILL => cgroup::kill(cgroup),
             (Some(cgroup), _) if whole => cgroup::signal_tree(cgroup, signal),
             (_, State::Running(process)) => match pidfd_send_signal(&process.pidfd, signal) {

@@ -359,7 +359,7 @@ impl Server {
                     .map_err(|why| refusal(RefusalKind::Failed, why))
             }
             Action::Exec(spec) => self.exec(*spec),
-            Action::Signal { exec, signal, whole } => match (self.execs.get(&exec), sys::signal(signal)) {
+            Action::Signal { exec, signal, whole } => match (self.execs.get_mut(&exec), sys::signal(signal)) {
                 (None, _) => unknown(&exec),
                 (_, None) => Err(refusal(RefusalKind::Malformed, format!("signal {signal}: unknown"))),
                 (Some(exec), Some(signal)) => {
@@ -425,7 +425,7 @@ impl Server {
         if self.stopping.is_none() && !grace.is_zero() {
             match &self.workload.cgroup {
                 Some(cgroup) => cgroup.signal_all(Signal::TERM),
-                None => self.execs.values().for_each(|exec| _ = exec.signal(Signal::TERM, false)),
+                None => self.execs.values_mut().for_each(|exec| _ = exec.signal(Signal::TERM, false)),
             }
         }
         self.stopping = Some(self.stopping.map_or(at, |before| before.min(at)));

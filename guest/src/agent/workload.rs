@@ -19,7 +19,8 @@ use rustix::{
 };
 use std::{
     ffi::{CStr, CString},
-    fs, io,
+    fs,
+    io::{self, Seek},
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -226,6 +227,7 @@ fn mount_root(root: &Root) -> Result<PathBuf, WorkloadError> {
             // discard: what the workload deletes is given back to the host.
             mount(device, at, "ext4", MountFlags::NOATIME, c"discard,noinit_itable")
                 .map_err(failed(format!("mount root disk {} as ext4", device.display())))?;
+            grow(device, at).map_err(failed(format!("grow the file system of {}", device.display())))?;
             Ok(at.to_owned())
         }
         Root::Directory(directory) => {
@@ -237,6 +239,15 @@ fn mount_root(root: &Root) -> Result<PathBuf, WorkloadError> {
             Ok(directory.clone())
         }
     }
+}
+
+/// Gives the file system all of its disk, which `--disk` may have made larger than the image. With nothing to do it
+/// is one call.
+fn grow(device: &Path, at: &Path) -> io::Result<()> {
+    let bytes = fs::File::open(device)?.seek(io::SeekFrom::End(0))?;
+    let root = fs::File::open(at)?;
+    let block = rustix::fs::fstatvfs(&root)?.f_bsize.max(1);
+    sys::ext4_resize(&root, bytes / block)
 }
 
 fn put(kind: &str, at: &str, flags: MountFlags, options: &CStr) -> Result<(), WorkloadError> {
