@@ -5,6 +5,7 @@ mod child;
 mod connection;
 mod exec;
 mod machine;
+mod requests;
 mod server;
 mod tarball;
 mod user;

@@ -2,16 +2,14 @@
 //! the state each time round, so there is no registration that could be forgotten.
 
 use super::{
-    connection::{Connection, Role, refusal},
+    connection::{Connection, Role},
     exec::{Exec, Output, State},
+    requests::Received,
     workload::{self, Workload},
 };
 use crate::{
-    frame::{Body, MAX_FRAME, parse},
-    message::{
-        About, Action, CAPABILITIES, ExecSpec, FromAgent, MAX_EXECS, Opening, Refusal, RefusalKind, Request, Stream,
-        VERSIONS,
-    },
+    frame::MAX_FRAME,
+    message::{FromAgent, MAX_EXECS, RefusalKind, Stream},
     sys,
     window::WINDOW,
 };
@@ -19,7 +17,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fd::{AsFd, BorrowedFd, OwnedFd},
     net::{SocketFlags, accept_with},
-    process::{Signal, WaitId, WaitIdOptions, waitid},
+    process::{WaitId, WaitIdOptions, waitid},
 };
 use std::{
     collections::BTreeMap,
@@ -42,41 +40,38 @@ const SMALL_WINDOW: usize = TOTAL_WINDOW / (2 * MAX_EXECS);
 /// Between two looks at whether a workload that was asked to end has.
 const STOP_TICK: Duration = Duration::from_millis(5);
 
-/// Longest grace of a power-off.
-const MAX_GRACE: Duration = Duration::from_secs(3600);
-
 /// The agent, once its machine is set up.
 #[derive(Debug)]
 pub(super) struct Server {
-    listener: OwnedFd,
-    workload: Workload,
-    connections: BTreeMap<u64, Connection>,
-    execs: BTreeMap<String, Exec>,
+    pub(super) listener: OwnedFd,
+    pub(super) workload: Workload,
+    pub(super) connections: BTreeMap<u64, Connection>,
+    pub(super) execs: BTreeMap<String, Exec>,
     /// Syncs under way.
-    jobs: Vec<Job>,
+    pub(super) jobs: Vec<Job>,
     /// Pipes of commands that have ended, read and dropped until nothing can write to them any more.
-    drains: Vec<OwnedFd>,
+    pub(super) drains: Vec<OwnedFd>,
     /// Cgroups of released execs that still had processes.
-    leftovers: Vec<PathBuf>,
-    next_connection: u64,
+    pub(super) leftovers: Vec<PathBuf>,
+    pub(super) next_connection: u64,
     /// When the workload's time to end by itself is over.
-    stopping: Option<Instant>,
-    marks: Marks,
+    pub(super) stopping: Option<Instant>,
+    pub(super) marks: Marks,
 }
 
 #[derive(Debug)]
-struct Job {
-    pidfd: OwnedFd,
-    connection: u64,
-    request: u64,
+pub(super) struct Job {
+    pub(super) pidfd: OwnedFd,
+    pub(super) connection: u64,
+    pub(super) request: u64,
 }
 
 /// Which marks for tests of the boot were made: see [`sys::mark`].
 #[derive(Debug, Default)]
-struct Marks {
-    enabled: bool,
-    greeted: bool,
-    printed: bool,
+pub(super) struct Marks {
+    pub(super) enabled: bool,
+    pub(super) greeted: bool,
+    pub(super) printed: bool,
 }
 
 /// What a descriptor that became ready belongs to.
@@ -274,163 +269,6 @@ impl Server {
         self.connections.insert(id, connection);
     }
 
-    fn open(&mut self, id: u64, connection: &mut Connection, opening: Opening) {
-        match opening {
-            Opening::Control { versions } => {
-                let Some(version) = VERSIONS.iter().find(|version| versions.contains(version)) else {
-                    let message = format!("the agent speaks versions {VERSIONS:?}, the host {versions:?}");
-                    return connection.refuse(RefusalKind::Version, message);
-                };
-                connection.role = Role::Control;
-                connection.send(&FromAgent::Hello(about(*version)));
-                for (id, exec) in &self.execs {
-                    if let State::Ended(record) = &exec.state {
-                        connection.send(&FromAgent::Exited { exec: id.clone(), record: record.clone() });
-                    }
-                }
-                if connection.flush() && self.marks.enabled && !self.marks.greeted {
-                    self.marks.greeted = true;
-                    sys::mark(2);
-                }
-            }
-            Opening::Stream { version, .. } if !VERSIONS.contains(&version) => {
-                let message = format!("the agent speaks versions {VERSIONS:?}, the host {version}");
-                connection.refuse(RefusalKind::Version, message);
-            }
-            Opening::Stream { exec: name, stream, have, .. } => {
-                let Some(exec) = self.execs.get_mut(&name) else {
-                    return connection.refuse(RefusalKind::UnknownExec, format!("no exec {name:?}"));
-                };
-                let attached = match stream {
-                    Stream::Stdin => exec.stdin.as_mut().map(|input| Ok(input.open(id, connection, name))),
-                    Stream::Stdout => Some(exec.stdout.open(id, connection, name, stream, have)),
-                    Stream::Stderr => Some(exec.stderr.open(id, connection, name, stream, have)),
-                };
-                match attached {
-                    None => connection.refuse(RefusalKind::NoSuchStream, "the exec has no stdin"),
-                    Some(Err(error)) => connection.refuse(RefusalKind::BadOffset, error.to_string()),
-                    // One reader, one writer: whoever comes last.
-                    Some(Ok(before)) => {
-                        if let Some(before) = before.and_then(|id| self.connections.get_mut(&id)) {
-                            before.dead = true;
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    fn obey(&mut self, id: u64, connection: &mut Connection, received: Received) {
-        let sound = match (&mut connection.role, received) {
-            (Role::Control, Received::Request(request)) => {
-                let request = *request;
-                match self.act(id, request.id, request.action) {
-                    Answer::Later => {}
-                    Answer::Now(refused) => connection.send(&FromAgent::Reply { id: request.id, refused }),
-                }
-                true
-            }
-            (Role::Output { exec, stream, .. }, Received::Ack(offset)) => {
-                let exec = self.execs.get_mut(exec.as_str());
-                exec.is_none_or(|exec| exec.output(*stream).sender.acknowledge(offset).is_ok())
-            }
-            (Role::Input { exec, .. }, Received::Data(offset, bytes)) => {
-                self.input(exec).is_none_or(|input| input.take(offset, &bytes).then(|| input.push()).is_some())
-            }
-            (Role::Input { exec, .. }, Received::End(total)) => {
-                self.input(exec).is_none_or(|input| input.end(total).then(|| input.push()).is_some())
-            }
-            _ => false,
-        };
-        if !sound {
-            connection.refuse(RefusalKind::Malformed, "this frame is not for this connection, or its offset is wrong");
-        }
-    }
-
-    fn input(&mut self, exec: &str) -> Option<&mut super::exec::Input> {
-        self.execs.get_mut(exec).and_then(|exec| exec.stdin.as_mut())
-    }
-
-    fn act(&mut self, connection: u64, request: u64, action: Action) -> Answer {
-        let unknown = |exec: &str| Err(refusal(RefusalKind::UnknownExec, format!("no exec {exec:?}")));
-        let outcome = match action {
-            Action::Welcome { wall_clock, entropy, hostname } => {
-                super::machine::welcome(self.marks.enabled, wall_clock, &entropy, &hostname)
-                    .map_err(|why| refusal(RefusalKind::Failed, why))
-            }
-            Action::Exec(spec) => self.exec(*spec),
-            Action::Signal { exec, signal, whole } => match (self.execs.get_mut(&exec), sys::signal(signal)) {
-                (None, _) => unknown(&exec),
-                (_, None) => Err(refusal(RefusalKind::Malformed, format!("signal {signal}: unknown"))),
-                (Some(exec), Some(signal)) => {
-                    exec.signal(signal, whole).map_err(|error| refusal(RefusalKind::Failed, format!("signal: {error}")))
-                }
-            },
-            Action::Resize { exec, rows, cols } => match self.execs.get(&exec) {
-                None => unknown(&exec),
-                Some(exec) if exec.resize(rows, cols) => Ok(()),
-                Some(_) => Err(refusal(RefusalKind::NoSuchStream, "the exec has no terminal")),
-            },
-            Action::Recall { exec } => match self.execs.get_mut(&exec) {
-                None => unknown(&exec),
-                Some(exec) => {
-                    exec.announced = false;
-                    Ok(())
-                }
-            },
-            Action::Release { exec } => match self.execs.get_mut(&exec) {
-                // Repeated, perhaps.
-                None => Ok(()),
-                Some(exec) => {
-                    exec.release();
-                    Ok(())
-                }
-            },
-            Action::Sync => match start_sync() {
-                Ok(pidfd) => {
-                    self.jobs.push(Job { pidfd, connection, request });
-                    return Answer::Later;
-                }
-                Err(error) => Err(refusal(RefusalKind::Failed, format!("sync: {error}"))),
-            },
-            Action::Poweroff { grace_ms } => {
-                self.begin_stop(Duration::from_millis(grace_ms).min(MAX_GRACE));
-                Ok(())
-            }
-        };
-        Answer::Now(outcome.err())
-    }
-
-    fn exec(&mut self, spec: ExecSpec) -> Result<(), Refusal> {
-        spec.check().map_err(|error| refusal(RefusalKind::Malformed, error.to_string()))?;
-        if let Some(there) = self.execs.get(&spec.id) {
-            let message = format!("exec {:?} exists, for another spec", spec.id);
-            return if there.spec == spec { Ok(()) } else { Err(refusal(RefusalKind::IdInUse, message)) };
-        }
-        if self.stopping.is_some() {
-            return Err(refusal(RefusalKind::Stopping, "the machine is powering off"));
-        }
-        if self.execs.len() >= MAX_EXECS {
-            return Err(refusal(RefusalKind::TooMany, format!("{MAX_EXECS} execs exist; release some")));
-        }
-        let id = spec.id.clone();
-        let mut exec = Exec::new(spec);
-        exec.start(&self.workload);
-        self.execs.insert(id, exec);
-        Ok(())
-    }
-
-    fn begin_stop(&mut self, grace: Duration) {
-        let at = Instant::now().checked_add(grace).unwrap_or_else(Instant::now);
-        if self.stopping.is_none() && !grace.is_zero() {
-            match &self.workload.cgroup {
-                Some(cgroup) => cgroup.signal_all(Signal::TERM),
-                None => self.execs.values_mut().for_each(|exec| _ = exec.signal(Signal::TERM, false)),
-            }
-        }
-        self.stopping = Some(self.stopping.map_or(at, |before| before.min(at)));
-    }
-
     /// Whether a power-off may go on: the time is over, or every process has ended and its last words were taken.
     fn stopped(&self) -> bool {
         let Some(deadline) = self.stopping else { return false };
@@ -513,31 +351,6 @@ impl Server {
     }
 }
 
-enum Answer {
-    Now(Option<Refusal>),
-    Later,
-}
-
-/// A frame of a connection that is open, owned.
-enum Received {
-    Request(Box<Request>),
-    Data(u64, Vec<u8>),
-    Ack(u64),
-    End(u64),
-}
-
-impl Received {
-    fn next(connection: &mut Connection) -> Result<Option<Received>, String> {
-        Ok(match connection.decoder.next_frame().map_err(|e| e.to_string())? {
-            None => None,
-            Some(Body::Json(json)) => Some(Received::Request(parse(json).map_err(|e| e.to_string())?)),
-            Some(Body::Data { offset, bytes }) => Some(Received::Data(offset, bytes.to_vec())),
-            Some(Body::Ack(offset)) => Some(Received::Ack(offset)),
-            Some(Body::End(total)) => Some(Received::End(total)),
-        })
-    }
-}
-
 /// Fills a connection with its stream's next frames, for as long as it takes them.
 fn send_output(connection: &mut Connection, output: &Output, marks: &mut Marks) {
     while connection.flush() {
@@ -550,24 +363,5 @@ fn send_output(connection: &mut Connection, output: &Output, marks: &mut Marks) 
             sys::mark(3);
         }
         connection.queue_next(&output.sender);
-    }
-}
-
-fn start_sync() -> std::io::Result<OwnedFd> {
-    let Some(pidfd) = sys::fork(None)? else {
-        sys::close_all_but(&[]);
-        rustix::fs::sync();
-        sys::exit_now(0);
-    };
-    Ok(pidfd)
-}
-
-fn about(version: u32) -> About {
-    About {
-        version,
-        agent: env!("CARGO_PKG_VERSION").to_owned(),
-        capabilities: CAPABILITIES.iter().map(|name| (*name).to_owned()).collect(),
-        kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
-        memory: super::cgroup::total_memory(),
     }
 }
