@@ -384,8 +384,6 @@ pub enum RefusalKind {
     NoSuchStream,
     /// The offset is not held any more, or not reached yet.
     BadOffset,
-    /// The exec has not ended.
-    StillRunning,
     /// The machine is powering off.
     Stopping,
     /// The kernel refused.
