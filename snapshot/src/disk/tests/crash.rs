@@ -63,7 +63,7 @@ struct Bench {
 }
 
 fn is_map(file: usize) -> bool {
-    file % 2 == 0
+    file.is_multiple_of(2)
 }
 
 /// File 0 is a raw image; then a data file (odd) and a map (even) for each layer.

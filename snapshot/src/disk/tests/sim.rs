@@ -138,11 +138,11 @@ impl Host {
         self.around(file, call, true);
         let mut inner = self.lock();
         inner.calls.push((file, call));
-        if let Some((_, _, count, kind)) = inner.fault.as_mut().filter(|fault| (fault.0, fault.1) == (file, call)) {
-            if *count > 0 {
-                *count -= 1;
-                return Err((*kind).into());
-            }
+        if let Some((_, _, count, kind)) = inner.fault.as_mut().filter(|fault| (fault.0, fault.1) == (file, call))
+            && *count > 0
+        {
+            *count -= 1;
+            return Err((*kind).into());
         }
         let result = f(&mut inner);
         drop(inner);
