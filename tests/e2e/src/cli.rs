@@ -46,6 +46,19 @@ impl Bulkhead {
         Running::start(&mut self.command(arguments))
     }
 
+    /// Starts a kept run whose command does nothing but be there, and waits until it is.
+    pub(crate) fn reside(&self, name: &str, options: &[&str]) -> Running {
+        let words = ["sh", "-c", "echo here; exec sleep 100000"];
+        let mut resident = self.start(&[&["run", "--name", name], options, &["busybox"], &words].concat());
+        resident.until_printed("here\n");
+        resident
+    }
+
+    /// Runs a shell script in a running run to its end.
+    pub(crate) fn shell(&self, run: &str, script: &str) -> Output {
+        self.output(&["exec", run, "sh", "-c", script])
+    }
+
     /// The directories of runs that exist.
     pub(crate) fn runs(&self) -> Vec<std::path::PathBuf> {
         let Ok(entries) = std::fs::read_dir(self.home.path().join("runs")) else { return Vec::new() };

@@ -2,11 +2,14 @@
 
 use std::io::{Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+
 /// Long enough for a guest under emulation on a loaded machine; a test that hangs ends here.
-const DEADLINE: Duration = Duration::from_secs(180);
+const DEADLINE: Duration = Duration::from_secs(300);
 
 /// What a command printed, and how it ended.
 #[derive(Debug)]
@@ -37,17 +40,39 @@ impl Output {
 #[derive(Debug)]
 pub(crate) struct Running {
     child: Child,
-    stdout: Option<JoinHandle<Vec<u8>>>,
-    stderr: Option<JoinHandle<Vec<u8>>>,
+    stdout: Collected,
+    stderr: Collected,
     ended: bool,
 }
 
-fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
-    std::thread::spawn(move || {
-        let mut bytes = Vec::new();
-        let _ = from.read_to_end(&mut bytes);
-        bytes
-    })
+/// What a stream has brought until now, and the thread that reads it.
+#[derive(Debug)]
+struct Collected {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Collected {
+    fn from(mut stream: impl Read + Send + 'static) -> Self {
+        let bytes = Arc::<Mutex<Vec<u8>>>::default();
+        let into = Arc::clone(&bytes);
+        let reader = std::thread::spawn(move || {
+            let mut buffer = vec![0; 64 << 10];
+            while let Ok(n @ 1..) = stream.read(&mut buffer) {
+                into.lock().unwrap().extend(&buffer[..n]);
+            }
+        });
+        Self { bytes, reader: Some(reader) }
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.bytes.lock().unwrap()).into_owned()
+    }
+
+    fn whole(&mut self) -> String {
+        self.reader.take().unwrap().join().unwrap();
+        self.text()
+    }
 }
 
 impl Running {
@@ -55,29 +80,42 @@ impl Running {
     pub(crate) fn start(command: &mut Command) -> Self {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-        let stdout = child.stdout.take().map(collect);
-        let stderr = child.stderr.take().map(collect);
+        let stdout = Collected::from(child.stdout.take().unwrap());
+        let stderr = Collected::from(child.stderr.take().unwrap());
         Self { child, stdout, stderr, ended: false }
     }
 
-    /// Its process id.
-    pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+    /// Whether it has ended.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
     }
 
-    /// Writes to its standard input and leaves it open.
-    pub(crate) fn write(&mut self, bytes: &[u8]) {
-        self.child.stdin.as_mut().unwrap().write_all(bytes).unwrap();
+    /// Waits until it has printed this to standard output.
+    pub(crate) fn until_printed(&mut self, text: &str) {
+        until(&format!("{text:?} on standard output"), || {
+            let ended = self.child.try_wait().unwrap();
+            // Read after the end was seen: what came before it counts.
+            let printed = self.stdout.text().contains(text);
+            assert!(printed || ended.is_none(), "it ended ({ended:?}) without {text:?}: {}", self.stderr.text());
+            printed
+        });
+    }
+
+    /// What it has printed to standard output until now.
+    pub(crate) fn printed(&self) -> String {
+        self.stdout.text()
+    }
+
+    /// Sends it a signal.
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
     /// Ends its standard input and waits for it.
     pub(crate) fn finish(mut self) -> Output {
         drop(self.child.stdin.take());
         let status = self.wait();
-        let text = |thread: Option<JoinHandle<Vec<u8>>>| {
-            String::from_utf8_lossy(&thread.unwrap().join().unwrap()).into_owned()
-        };
-        Output { code: code(status), stdout: text(self.stdout.take()), stderr: text(self.stderr.take()) }
+        Output { code: code(status), stdout: self.stdout.whole(), stderr: self.stderr.whole() }
     }
 
     fn wait(&mut self) -> ExitStatus {
@@ -102,7 +140,8 @@ impl Drop for Running {
     }
 }
 
-fn code(status: ExitStatus) -> i32 {
+/// A status as a shell has it: a signal N is 128+N.
+pub(crate) fn code(status: ExitStatus) -> i32 {
     use std::os::unix::process::ExitStatusExt;
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }

@@ -10,9 +10,16 @@ mod guest;
 mod host;
 mod vmm;
 
+mod processes;
+mod pty;
+
 mod boot;
+mod hostile;
+mod kill;
 mod machine;
+mod refusals;
 mod run;
+mod tty;
 
 use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
@@ -31,9 +38,11 @@ const LIST: &str = include_str!("../tests.list");
 const DEADLINE: Duration = Duration::from_secs(600);
 
 fn main() -> ExitCode {
-    let tests: Vec<Test> = [boot::TESTS, machine::TESTS, run::TESTS].concat();
+    let parts = [boot::TESTS, machine::TESTS, run::TESTS, tty::TESTS, refusals::TESTS, kill::TESTS, hostile::TESTS];
+    let tests: Vec<Test> = parts.concat();
     // Each test is a process of its own, so that one which aborts or hangs takes no other along.
-    if let [_, "--one", name] = std::env::args().collect::<Vec<_>>().iter().map(String::as_str).collect::<Vec<_>>()[..] {
+    if let [_, "--one", name] = std::env::args().collect::<Vec<_>>().iter().map(String::as_str).collect::<Vec<_>>()[..]
+    {
         let (_, test) = tests.iter().find(|(other, _)| *other == name).expect("a test of this name");
         test();
         return ExitCode::SUCCESS;

@@ -5,6 +5,7 @@
 #![allow(clippy::panic)]
 
 mod ports;
+mod queues;
 
 use std::io::Write;
 
@@ -40,10 +41,37 @@ fn main() {
         Some("hang") => loop {
             std::hint::spin_loop();
         },
-        Some("garbage") => ports::garbage(word("payload.seed").and_then(|seed| seed.parse().ok()).unwrap_or(1)),
+        Some("garbage") => garbage(word("payload.seed").and_then(|seed| seed.parse().ok()).unwrap_or(1)),
         _ => ports::mark(255),
     }
     let _ = reboot(RebootCommand::PowerOff);
+}
+
+/// Everything that a guest's root can do to the machine: to its ports and registers, then to its devices by their
+/// rules, then against them, then all of it from every CPU at once.
+fn garbage(seed: u64) {
+    use queues::Manners;
+    ports::garbage(seed);
+    let Some(machine) = queues::Machine::open() else { return ports::mark(252) };
+    ports::mark(30 + machine.devices().len() as u8);
+    queues::misuse(&machine, seed, Manners::Good, 4);
+    queues::misuse(&machine, seed, Manners::Bad, 40);
+    ports::mark(23);
+    let cpus = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    std::thread::scope(|scope| {
+        for cpu in 0..=cpus {
+            let machine = &machine;
+            scope.spawn(move || {
+                ports::open();
+                queues::misuse(machine, seed.wrapping_mul(1000).wrapping_add(cpu), Manners::Crowded, 40);
+                ports::registers(seed.wrapping_mul(1000).wrapping_add(cpu));
+            });
+        }
+    });
+    ports::mark(24);
+    // The devices still work.
+    queues::misuse(&machine, seed, Manners::Good, 1);
+    ports::mark(25);
 }
 
 /// Prints so many bytes of the sequence 0, 1, 2, … in 64-bit little-endian numbers.

@@ -39,10 +39,20 @@ fn read(port: u16) -> u8 {
 }
 
 /// A small generator of reproducible numbers.
-struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    fn next(&mut self) -> u64 {
+    pub(crate) fn new(seed: u64) -> Self {
+        // Seeds that differ little give numbers that differ much.
+        Self(seed.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15).max(1))
+    }
+
+    /// A number below a limit.
+    pub(crate) fn below(&mut self, limit: usize) -> usize {
+        (self.next() >> 16) as usize % limit.max(1)
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -50,9 +60,9 @@ impl Random {
     }
 }
 
-/// Every port once, random ports, every virtio register of every device, random registers, other device addresses.
+/// Every port once, random ports, registers.
 pub(crate) fn garbage(seed: u64) {
-    let mut random = Random(seed.max(1));
+    let mut random = Random::new(seed);
     for port in 0..=u16::MAX {
         if !STOPS.contains(&port) {
             read(port);
@@ -68,7 +78,16 @@ pub(crate) fn garbage(seed: u64) {
         }
     }
     mark(21);
-    let Ok(memory) = File::options().read(true).write(true).open("/dev/mem") else { return mark(254) };
+    if !registers(seed) {
+        return mark(253);
+    }
+    mark(22);
+}
+
+/// Every virtio register of every device, random registers, other device addresses; whether they could be reached.
+pub(crate) fn registers(seed: u64) -> bool {
+    let mut random = Random::new(seed);
+    let Ok(memory) = File::options().read(true).write(true).open("/dev/mem") else { return false };
     for (base, length) in [VIRTIO, (0xd000_0000, 1 << 16), (0xfed0_0000, 1 << 16)] {
         // SAFETY: a new mapping of device addresses, at an address of the kernel's choice.
         let map = unsafe {
@@ -82,7 +101,7 @@ pub(crate) fn garbage(seed: u64) {
             )
         };
         if map == libc::MAP_FAILED {
-            return mark(253);
+            return false;
         }
         let words = map.cast::<u32>();
         let count = length / 4;
@@ -102,5 +121,5 @@ pub(crate) fn garbage(seed: u64) {
         // SAFETY: the mapping was made above, with this length.
         unsafe { libc::munmap(map, length) };
     }
-    mark(22);
+    true
 }

@@ -1,0 +1,112 @@
+//! `kill -9` of each of our processes at several moments: nothing is left running, and the next command works.
+
+use crate::Test;
+use crate::cli::Bulkhead;
+use crate::command::{Running, until};
+use crate::processes::{self, Process};
+
+pub(crate) const TESTS: &[Test] = &[
+    ("kill::a_client_takes_its_run_along", a_client_takes_its_run_along),
+    ("kill::a_supervisor_takes_its_machine_along", a_supervisor_takes_its_machine_along),
+    ("kill::a_vmm_ends_its_run", a_vmm_ends_its_run),
+    ("kill::all_at_once_leave_nothing", all_at_once_leave_nothing),
+];
+
+/// When to kill.
+#[derive(Debug, Clone, Copy)]
+enum Moment {
+    /// The VMM was just started.
+    Boot,
+    /// The command runs and prints as fast as it can.
+    Output,
+}
+
+/// What prints for ever, to a reader that reads.
+const TALK: [&str; 4] = ["busybox", "sh", "-c", "echo begin; exec yes"];
+
+fn run_until(bulkhead: &Bulkhead, options: &[&str], moment: Moment) -> Running {
+    let mut running = bulkhead.start(&[&["run"], options, &TALK].concat());
+    match moment {
+        Moment::Boot => drop(processes::vmm(bulkhead)),
+        Moment::Output => running.until_printed("begin\ny\n"),
+    }
+    running
+}
+
+/// The next command works, in the same directory, and finds nothing of what died but what was to be kept.
+fn next_works(bulkhead: &Bulkhead, kept: usize) {
+    processes::none_left(bulkhead);
+    assert_eq!(bulkhead.output(&["list", "-q"]).expect(0), "");
+    assert_eq!(bulkhead.runs().len(), kept, "{:?}", bulkhead.runs());
+    assert_eq!(bulkhead.output(&["list", "-a", "-q"]).expect(0).lines().count(), kept);
+}
+
+fn a_client_takes_its_run_along() {
+    let bulkhead = Bulkhead::new();
+    for moment in [Moment::Boot, Moment::Output] {
+        let running = run_until(&bulkhead, &[], moment);
+        // Dropping it kills it.
+        drop(running);
+        next_works(&bulkhead, 0);
+    }
+    assert_eq!(bulkhead.output(&["run", "busybox", "echo", "works"]).expect(0), "works\n");
+}
+
+fn a_supervisor_takes_its_machine_along() {
+    let bulkhead = Bulkhead::new();
+    for (moment, options, kept) in [(Moment::Boot, &[][..], 0), (Moment::Output, &["--name", "box"], 1)] {
+        let running = run_until(&bulkhead, options, moment);
+        processes::supervisor(&bulkhead).kill();
+        let ended = running.finish();
+        assert_eq!(ended.code, 125, "{moment:?}");
+        assert!(ended.stderr.starts_with("bulkhead: run "), "{}", ended.stderr);
+        assert!(ended.stderr.ends_with(": its supervisor ended unexpectedly\n"), "{}", ended.stderr);
+        next_works(&bulkhead, kept);
+    }
+    let all = bulkhead.output(&["list", "-a"]).expect(0);
+    assert!(all.contains("box   busybox  failed (its supervisor was killed)\n"), "{all}");
+    let refused = bulkhead.output(&["exec", "box", "true"]).refused(125);
+    assert!(refused.ends_with(": not running; its state is failed\n"), "{refused}");
+}
+
+fn a_vmm_ends_its_run() {
+    let bulkhead = Bulkhead::new();
+    for (moment, options, kept) in [(Moment::Boot, &[][..], 0), (Moment::Output, &["--name", "box"], 1)] {
+        let running = run_until(&bulkhead, options, moment);
+        processes::vmm(&bulkhead).kill();
+        let ended = running.finish();
+        assert_eq!(ended.code, 125, "{moment:?}");
+        let why = ": its VMM ended unexpectedly (signal: 9 (SIGKILL))";
+        assert!(ended.stderr.contains(why) && ended.stderr.lines().count() == 1, "{}", ended.stderr);
+        next_works(&bulkhead, kept);
+    }
+    let all = bulkhead.output(&["list", "-a"]).expect(0);
+    assert!(all.contains("failed (its VMM ended unexpectedly (signal: 9 (SIGKILL)))\n"), "{all}");
+}
+
+/// Supervisor, VMM and client die together, in the two orders that matter, while other clients have commands there.
+fn all_at_once_leave_nothing() {
+    let bulkhead = Bulkhead::new();
+    let resident = bulkhead.reside("box", &[]);
+    let mut other = bulkhead.start(&["exec", "box", "sh", "-c", "echo begin; exec yes"]);
+    other.until_printed("begin\ny\n");
+    let processes: Vec<Process> = processes::all(&bulkhead);
+    assert_eq!(processes.len(), 4, "{processes:?}");
+    // The supervisor first: whoever saw the VMM die could not report it.
+    for process in processes.iter().filter(|process| process.supervises) {
+        process.kill();
+    }
+    for process in processes.iter().filter(|process| process.program == "bulkhead-vmm") {
+        process.kill();
+    }
+    drop(resident);
+    let ended = other.finish();
+    assert_eq!(ended.code, 125);
+    assert!(ended.stderr.ends_with(": its supervisor ended unexpectedly\n"), "{}", ended.stderr);
+    next_works(&bulkhead, 1);
+    // The name is the kept run's until that is removed.
+    let refused = bulkhead.output(&["run", "--name", "box", "busybox", "true"]).refused(125);
+    assert!(refused.contains("name \"box\""), "{refused}");
+    until("room for the name", || std::fs::remove_dir_all(&bulkhead.runs()[0]).is_ok());
+    assert_eq!(bulkhead.output(&["run", "--name", "box", "busybox", "echo", "works"]).expect(0), "works\n");
+}

@@ -1,0 +1,91 @@
+//! The processes of a state directory: which there are, and what role each has.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::cli::Bulkhead;
+use crate::command::until;
+use crate::host;
+
+/// A process of ours.
+#[derive(Debug, Clone)]
+pub(crate) struct Process {
+    /// Its id.
+    pub(crate) pid: i32,
+    /// Its program's file name.
+    pub(crate) program: String,
+    /// Whether it is a run's supervisor.
+    pub(crate) supervises: bool,
+    parent: i32,
+}
+
+impl Process {
+    /// Kills it as nobody should, if it still lives.
+    pub(crate) fn kill(&self) {
+        let _ = kill_process(Pid::from_raw(self.pid).unwrap(), Signal::KILL);
+    }
+
+    /// The most memory that it ever had, in KiB, if it still lives.
+    pub(crate) fn peak_memory(&self) -> Option<u64> {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+        line.trim().trim_end_matches(" kB").parse().ok()
+    }
+}
+
+/// Every process whose program is one of those under test, and which has to do with this state directory: by its
+/// environment (a client), its arguments (a supervisor) or its open files (a VMM). One that is a zombie runs no more.
+pub(crate) fn all(bulkhead: &Bulkhead) -> Vec<Process> {
+    let home = bulkhead.home().canonicalize().unwrap();
+    let programs = host::program("").canonicalize().unwrap();
+    let pids = fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    pids.filter_map(|pid| one(pid, &home, &programs)).collect()
+}
+
+fn one(pid: i32, home: &Path, programs: &Path) -> Option<Process> {
+    // It may end while it is looked at, at any of these lines.
+    let directory = PathBuf::from(format!("/proc/{pid}"));
+    let program = fs::read_link(directory.join("exe")).ok().filter(|exe| exe.starts_with(programs))?;
+    let arguments = fs::read(directory.join("cmdline")).ok()?;
+    let environment = fs::read(directory.join("environ")).unwrap_or_default();
+    let files = fs::read_dir(directory.join("fd")).ok()?;
+    let mut files = files.filter_map(|file| fs::read_link(file.ok()?.path()).ok());
+    let home = home.to_str()?;
+    let named = |text: &[u8]| String::from_utf8_lossy(text).contains(home);
+    if !(named(&arguments) || named(&environment) || files.any(|file| file.starts_with(home))) {
+        return None;
+    }
+    let stat = fs::read_to_string(directory.join("stat")).ok()?;
+    let parent = stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()?;
+    let supervises = String::from_utf8_lossy(&arguments).contains("\0supervise\0");
+    Some(Process { pid, program: program.file_name()?.to_str()?.into(), supervises, parent })
+}
+
+/// The supervisor of the only run, once there is one.
+pub(crate) fn supervisor(bulkhead: &Bulkhead) -> Process {
+    let mut found = None;
+    until("a supervisor", || {
+        found = all(bulkhead).into_iter().find(|process| process.supervises);
+        found.is_some()
+    });
+    found.unwrap()
+}
+
+/// The VMM of the only run, once there is one: the supervisor's child.
+pub(crate) fn vmm(bulkhead: &Bulkhead) -> Process {
+    let supervisor = supervisor(bulkhead).pid;
+    let mut found = None;
+    until("a VMM", || {
+        let vmm = |process: &Process| process.program == "bulkhead-vmm" && process.parent == supervisor;
+        found = all(bulkhead).into_iter().find(vmm);
+        found.is_some()
+    });
+    found.unwrap()
+}
+
+/// Waits until none is left.
+pub(crate) fn none_left(bulkhead: &Bulkhead) {
+    until("the end of all processes", || all(bulkhead).is_empty());
+}
