@@ -12,7 +12,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{CWD, FlockOperation, RenameFlags, renameat_with};
 use serde::Serialize;
 
 use crate::home::{Home, HomeError, at, make_directory, read_json};
@@ -20,6 +20,10 @@ use crate::spec::{Phase, Spec, State};
 
 /// In a run's directory: what says that it goes when the run ends.
 const EPHEMERAL: &str = "ephemeral";
+/// In a run's directory: how it is.
+const STATE: &str = "state.json";
+/// As large as a state, to take its place when there is no room for another.
+const SPARE: &str = "state.json.spare";
 /// Begins the names of what is half made or half removed.
 const TEMPORARY: &str = ".tmp-";
 
@@ -119,7 +123,9 @@ impl Store {
         // A run that goes with its supervisor need not outlive a crash of the host.
         let durable = !spec.ephemeral;
         write_json(&made.0, "spec.json", spec, durable)?;
-        made.write_state(&State { state: Phase::Starting, reason: None, exit_code: None }, durable)?;
+        let state = State { state: Phase::Starting, reason: None, exit_code: None };
+        write_json(&made.0, SPARE, &state, durable)?;
+        made.write_state(&state, durable)?;
         std::fs::rename(&made.0, &path).map_err(at(&path))?;
         if durable {
             sync_directory(&self.runs)?;
@@ -194,7 +200,7 @@ impl RunDirectory {
         let spec = self.spec()?;
         // The lock first: a supervisor writes the last state before it lets go.
         let alive = is_locked(&self.0.join("lock"));
-        let mut state: State = read_json(&self.0.join("state.json"))?;
+        let mut state: State = read_json(&self.0.join(STATE))?;
         if state.state.is_live() && !alive {
             state.state = Phase::Failed;
             state.reason = Some("its supervisor was killed".to_owned());
@@ -202,9 +208,21 @@ impl RunDirectory {
         Ok(Listed { spec, state, directory: self })
     }
 
-    /// Writes the state: whole or not at all, and on the medium if `durable`.
+    /// Writes the state: whole or not at all, and on the medium if `durable`. Also where the host's file system is
+    /// full, since that is a state: then a file that has its room already is written over and put in its place.
     pub(crate) fn write_state(&self, state: &State, durable: bool) -> Result<(), HomeError> {
-        write_json(&self.0, "state.json", state, durable)
+        match write_json(&self.0, STATE, state, durable) {
+            Err(HomeError::Io { error, .. })
+                if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) =>
+            {
+                let path = self.0.join(SPARE);
+                write_file(OpenOptions::new().write(true), &path, state, durable)?;
+                renameat_with(CWD, &path, CWD, self.0.join(STATE), RenameFlags::EXCHANGE)
+                    .map_err(|error| at(&path)(error.into()))?;
+                if durable { sync_directory(&self.0) } else { Ok(()) }
+            }
+            other => other,
+        }
     }
 
     /// Writes the last state, and takes the socket away: nobody answers there any more.
@@ -293,21 +311,24 @@ fn is_locked(path: &Path) -> bool {
 fn write_json(directory: &Path, name: &str, value: &impl Serialize, durable: bool) -> Result<(), HomeError> {
     let path = directory.join(name);
     let temporary = directory.join(format!("{name}.tmp"));
-    let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| HomeError::Json { path: path.clone(), error })?;
-    bytes.push(b'\n');
-    let mut file = OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(&temporary)
-        .map_err(at(&temporary))?;
-    file.write_all(&bytes).map_err(at(&temporary))?;
-    if durable {
-        file.sync_all().map_err(at(&temporary))?;
-    }
+    write_file(OpenOptions::new().write(true).create(true).mode(0o600), &temporary, value, durable)?;
     std::fs::rename(&temporary, &path).map_err(at(&path))?;
     if durable { sync_directory(directory) } else { Ok(()) }
+}
+
+/// Writes JSON over a file.
+fn write_file(open: &OpenOptions, path: &Path, value: &impl Serialize, durable: bool) -> Result<(), HomeError> {
+    let mut bytes =
+        serde_json::to_vec_pretty(value).map_err(|error| HomeError::Json { path: path.to_owned(), error })?;
+    bytes.push(b'\n');
+    let mut file = open.open(path).map_err(at(path))?;
+    // Cut afterwards: what it has already need not be found anew.
+    file.write_all(&bytes).map_err(at(path))?;
+    file.set_len(u64::try_from(bytes.len()).unwrap_or(u64::MAX)).map_err(at(path))?;
+    if durable {
+        file.sync_all().map_err(at(path))?;
+    }
+    Ok(())
 }
 
 fn sync_directory(path: &Path) -> Result<(), HomeError> {

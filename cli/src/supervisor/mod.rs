@@ -201,7 +201,9 @@ impl<'a> Supervision<'a> {
                 }
                 Happening::VmmGone(error) => return self.vmm_died(&error),
                 Happening::Vmm(Event::DiskFull { disk }) => {
-                    self.note(started, Some(format!("host-disk-full: disk {disk} waits for room")))
+                    // Where the state lies there may be no room either. The run waits all the same.
+                    let _ = self.note(started, Some(format!("host-disk-full: disk {disk} waits for room")));
+                    Ok(())
                 }
                 Happening::Vmm(Event::DiskRoom { .. }) => self.note(started, None),
                 Happening::Vmm(Event::Running | Event::Stats(_)) => Ok(()),
