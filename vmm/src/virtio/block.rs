@@ -21,6 +21,7 @@ use vmm_control::{BlockStats, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Reset;
+use super::notify::wants_interrupt;
 use super::request::{ID_LENGTH, MAX_RANGE_SECTORS, MAX_RANGES, Request, SECTOR, io_error};
 use crate::mailbox::{Mailbox, Message};
 use crate::memory::Ram;
@@ -274,17 +275,17 @@ impl Server {
         let ram = &self.backing.ram;
         loop {
             queue.disable_notification(ram).map_err(|_| Pause::Broken)?;
-            let mut used = false;
             while let Some(chain) = queue.iter(ram).map_err(|_| Pause::Broken)?.next() {
                 let head = chain.head_index();
                 let length = self.answer(Request::parse(chain, ram))?;
                 queue.add_used(ram, head, length).map_err(|_| Pause::Broken)?;
-                used = true;
-            }
-            if used && queue.needs_notification(ram).map_err(|_| Pause::Broken)? {
-                add(&self.backing.counters.interrupts, 1);
-                // The only failure is a full counter: the interrupt is pending already.
-                let _ = self.backing.interrupt.write(1);
+                // At once, not when the queue is empty: the guest reaps while we serve the next. While it does, it has
+                // told us not to interrupt.
+                if wants_interrupt(ram, queue).map_err(|_| Pause::Broken)? {
+                    add(&self.backing.counters.interrupts, 1);
+                    // The only failure is a full counter: the interrupt is pending already.
+                    let _ = self.backing.interrupt.write(1);
+                }
             }
             if !queue.enable_notification(ram).map_err(|_| Pause::Broken)? {
                 return Ok(());

@@ -4,6 +4,7 @@ pub mod block;
 pub mod device;
 pub mod iovec;
 pub mod mmio;
+pub mod notify;
 pub mod request;
 pub mod rng;
 pub mod vsock;

@@ -7,6 +7,7 @@ use vm_memory::{Bytes, GuestMemoryBackend};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Reset;
+use super::notify::wants_interrupt;
 use crate::memory::Ram;
 
 const QUEUE_SIZE: u16 = 64;
@@ -85,7 +86,7 @@ impl Rng {
             queue.add_used(&self.ram, head, filled.unwrap_or(0)).map_err(|_| Broken)?;
             used = true;
         }
-        if used && queue.needs_notification(&self.ram).map_err(|_| Broken)? {
+        if used && wants_interrupt(&self.ram, queue).map_err(|_| Broken)? {
             self.interrupt();
         }
         Ok(())

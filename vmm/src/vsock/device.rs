@@ -9,17 +9,18 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
 use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
+use vm_memory::{GuestMemory, Permissions};
 
 use super::buffers::{Buffers, ChainError};
 use super::connection::Connection;
 use super::host::{HostSocket, Poll};
 use super::muxer::{ConnectionId, Counters, Muxer, Outgoing, TooManyConnections};
 use super::packet::{HEADER_SIZE, Header};
+use crate::virtio::notify::wants_interrupt;
 
 /// The virtio device id of a socket device.
 pub const DEVICE_ID: u32 = 19;
@@ -40,9 +41,6 @@ const BYTE_BUDGET: usize = 1024 * 1024;
 
 /// The event that makes the guest reset all its connections (virtio 1.2, section 5.10.6.7).
 const TRANSPORT_RESET: [u8; 4] = 0_u32.to_le_bytes();
-
-/// `VRING_AVAIL_F_NO_INTERRUPT`.
-const NO_INTERRUPT: u16 = 1;
 
 /// Why the device cannot go on. But for `Poll` it is the guest's doing, and the device needs a reset.
 #[derive(Debug, thiserror::Error)]
@@ -418,18 +416,4 @@ fn on_write_error(connection: &mut Connection<HostSocket>, error: &io::Error) {
         Some(Errno::INTR) => {}
         _ => connection.host_refuses(),
     }
-}
-
-/// Whether the guest wants to hear of used buffers. Linux switches interrupts off while it drains a
-/// queue; without this each such packet would cost a useless one.
-fn wants_interrupt<M: GuestMemory>(mem: &M, queue: &mut Queue) -> Result<bool, Error> {
-    if queue.event_idx_enabled() {
-        return Ok(queue.needs_notification(mem)?);
-    }
-    // The used index must be visible before the flag is read, or both sides could wait.
-    fence(Ordering::SeqCst);
-    let flags = mem
-        .load::<u16>(GuestAddress(queue.avail_ring()), Ordering::Relaxed)
-        .map_err(virtio_queue::Error::GuestMemory)?;
-    Ok(u16::from_le(flags) & NO_INTERRUPT == 0)
 }
