@@ -229,7 +229,7 @@ struct Server {
 enum Pause {
     /// The guest broke the ring.
     Broken,
-    /// The event loop wants the queue, or the thread, back while the host is full.
+    /// The event loop wants the queue, or the thread, back: what was not answered never will be.
     Told(Command),
 }
 
@@ -293,8 +293,12 @@ impl Server {
         }
     }
 
-    /// Executes a request and completes it. While the host is full, it waits for room.
+    /// Executes a request and completes it, unless the event loop wants the queue back: to serve all that a guest has
+    /// offered first could take it minutes. While the host is full, it waits for room.
     fn answer(&self, request: Option<Request<'_>>) -> Result<u32, Pause> {
+        if let Ok(command) = self.inbox.try_recv() {
+            return Err(Pause::Told(command));
+        }
         let Backing { disk, id, counters, .. } = &self.backing;
         add(&counters.requests, 1);
         let Some(request) = request else {

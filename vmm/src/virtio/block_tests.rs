@@ -299,6 +299,27 @@ fn a_reset_waits_for_the_thread_to_let_go() {
     driver.block.end();
 }
 
+/// What a driver offered before it reset the device, or before the machine ended, is not all served first: it may be
+/// gigabytes.
+#[test]
+fn a_reset_waits_for_one_request_not_for_all_that_were_offered() {
+    let (data, map) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+    create_layer(&data, &map, 64 << 20).unwrap();
+    let mut driver = Driver::over(vec![LayerFiles { data, map: Some(map) }], false);
+    driver.header(IN, 0);
+    let mut chain = vec![(HEADER, 16, false)];
+    chain.extend(std::iter::repeat_n((2 << 20, 2 << 20, true), 32));
+    chain.push((STATUS, 1, true));
+    // Each of the ring's slots names the same chain.
+    driver.offered = QUEUE_SIZE - 1;
+    driver.offer(&chain);
+    let used = |driver: &Driver| driver.ram.read_obj::<u16>(GuestAddress(USED + 2)).unwrap();
+    driver.wait(|| used(&driver) > 0);
+    assert_eq!(driver.block.reset(), Reset::Pending);
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { device: 7 })));
+    assert!(used(&driver) < QUEUE_SIZE, "all were served first");
+}
+
 /// Linux switches interrupts off while it reaps, and looks again before it switches them on.
 #[test]
 fn a_guest_that_is_reaping_is_not_interrupted() {
