@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Reset;
 use super::notify::wants_interrupt;
-use super::request::{ID_LENGTH, MAX_RANGE_SECTORS, MAX_RANGES, Request, SECTOR, io_error};
+use super::request::{ID_LENGTH, MAX_RANGE_SECTORS, MAX_RANGES, Outcome, Request, SECTOR, io_error};
 use crate::mailbox::{Mailbox, Message};
 use crate::memory::Ram;
 
@@ -104,7 +104,11 @@ struct Worker {
 
 #[derive(Debug)]
 enum Command {
-    Serve(Box<Queue>),
+    /// Serve this queue; with `write_through`, each change is durable when it is done.
+    Serve {
+        queue: Box<Queue>,
+        write_through: bool,
+    },
     Release,
     End,
 }
@@ -115,7 +119,8 @@ impl Block {
         let mut workers = Vec::new();
         for (queue, kick) in kicks.into_iter().enumerate() {
             let (commands, inbox) = channel();
-            let server = Server { backing: backing.clone(), kick: kick.try_clone()?, inbox, queue: None };
+            let kick_too = kick.try_clone()?;
+            let server = Server { backing: backing.clone(), kick: kick_too, inbox, queue: None, write_through: false };
             let thread = std::thread::Builder::new()
                 .name(format!("blk{}.{queue}", backing.index))
                 .stack_size(256 << 10)
@@ -168,10 +173,12 @@ impl Block {
         vec![QUEUE_SIZE; self.workers.len()]
     }
 
-    pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, _: u64) -> bool {
+    pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, features: u64) -> bool {
+        // A driver that cannot flush relies on it (virtio 1.2, section 5.2.6.2).
+        let write_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
         for (worker, queue) in self.workers.iter_mut().zip(queues) {
             if let Some(queue) = queue {
-                worker.active = worker.tell(Command::Serve(Box::new(queue)));
+                worker.active = worker.tell(Command::Serve { queue: Box::new(queue), write_through });
                 self.held = self.held.saturating_add(usize::from(worker.active));
             }
         }
@@ -223,6 +230,7 @@ struct Server {
     kick: EventFd,
     inbox: Receiver<Command>,
     queue: Option<Box<Queue>>,
+    write_through: bool,
 }
 
 /// Why serving stopped before the queue was empty.
@@ -242,7 +250,10 @@ impl Server {
             loop {
                 while let Some(command) = told.take().or_else(|| self.inbox.try_recv().ok()) {
                     match command {
-                        Command::Serve(queue) => self.queue = Some(queue),
+                        Command::Serve { queue, write_through } => {
+                            self.queue = Some(queue);
+                            self.write_through = write_through;
+                        }
                         Command::Release => {
                             self.queue = None;
                             self.backing.mailbox.send(Message::QueueReleased { device: self.backing.device });
@@ -299,7 +310,7 @@ impl Server {
         if let Ok(command) = self.inbox.try_recv() {
             return Err(Pause::Told(command));
         }
-        let Backing { disk, id, counters, .. } = &self.backing;
+        let counters = &self.backing.counters;
         add(&counters.requests, 1);
         let Some(request) = request else {
             add(&counters.failed, 1);
@@ -307,7 +318,7 @@ impl Server {
         };
         let mut full = false;
         let outcome = loop {
-            match request.execute(disk, id) {
+            match self.execute(&request) {
                 Ok(outcome) => break outcome,
                 Err(DiskError::HostFull { .. }) => {
                     if !full {
@@ -334,6 +345,15 @@ impl Server {
         add(&counters.read_bytes, outcome.read);
         add(&counters.written_bytes, outcome.written);
         Ok(request.complete(outcome))
+    }
+
+    fn execute(&self, request: &Request<'_>) -> Result<Outcome, DiskError> {
+        let Backing { disk, id, .. } = &self.backing;
+        let outcome = request.execute(disk, id)?;
+        if self.write_through && request.changes() {
+            disk.flush()?;
+        }
+        Ok(outcome)
     }
 
     fn tell_full(&self, full: bool) {

@@ -59,6 +59,10 @@ impl Driver {
     }
 
     fn activate(&mut self) {
+        self.activate_with(1 << VIRTIO_BLK_F_FLUSH);
+    }
+
+    fn activate_with(&mut self, features: u64) {
         for ring in [AVAIL, USED] {
             self.ram.write_slice(&[0; 0x1000], GuestAddress(ring)).unwrap();
         }
@@ -72,7 +76,7 @@ impl Driver {
             used_ring: USED,
             ..QueueState::default()
         };
-        assert!(self.block.activate(vec![Some(Queue::try_from(state).unwrap())], 0));
+        assert!(self.block.activate(vec![Some(Queue::try_from(state).unwrap())], features));
     }
 
     /// Writes a chain of (address, length, device may write) and offers it.
@@ -318,6 +322,28 @@ fn a_reset_waits_for_one_request_not_for_all_that_were_offered() {
     assert_eq!(driver.block.reset(), Reset::Pending);
     driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { device: 7 })));
     assert!(used(&driver) < QUEUE_SIZE, "all were served first");
+}
+
+/// Virtio 1.2, 5.2.6.2: a driver that cannot flush relies on each write being durable when it is done.
+#[test]
+fn without_flush_each_change_is_durable_when_it_is_done() {
+    let (data, map) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+    create_layer(&data, &map, DISK).unwrap();
+    let map_state = map.try_clone().unwrap();
+    let state = || {
+        let mut byte = [0xff];
+        std::os::unix::fs::FileExt::read_exact_at(&map_state, &mut byte, 4096).unwrap();
+        byte[0]
+    };
+    let mut driver = Driver::over(vec![LayerFiles { data, map: Some(map) }], false);
+    assert_eq!(driver.request(OUT, 0, 4096, false), 0);
+    assert_eq!(state(), 0, "it can flush, and has not");
+    driver.block.reset();
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { device: 7 })));
+    assert!(driver.block.released());
+    driver.activate_with(0);
+    assert_eq!(driver.request(OUT, 0, 4096, false), 0);
+    assert_eq!(state(), 1);
 }
 
 /// Linux switches interrupts off while it reaps, and looks again before it switches them on.

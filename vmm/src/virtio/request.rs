@@ -81,6 +81,11 @@ impl<'a> Request<'a> {
         Some(Self { kind, sector, input, output, status })
     }
 
+    /// Whether it asks for the disk to be changed.
+    pub fn changes(&self) -> bool {
+        matches!(self.kind, VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES)
+    }
+
     /// Does what is asked. `Err` is for what concerns more than this request: if the host has no room, nothing was
     /// lost, and the request can be tried again; if a flush failed, the disk is lost. All else is in the status.
     pub fn execute(&self, disk: &Disk, id: &[u8; ID_LENGTH]) -> Result<Outcome, DiskError> {
