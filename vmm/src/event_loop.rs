@@ -12,6 +12,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::machine::{Console, Machine, VSOCK};
 use crate::mailbox::{Inbox, Mailbox, Message};
+use crate::serial::BACKLOG;
 use crate::vcpu::{self, Handle, Shared};
 use crate::virtio::device::Device;
 use crate::virtio::mmio::{Transport, Written};
@@ -139,9 +140,7 @@ impl EventLoop {
     }
 
     fn on_mailbox(&mut self, inbox: &Inbox) -> Option<StopReason> {
-        // Reset first: what arrives while we look wakes us again.
-        let _ = inbox.wake_fd().read();
-        while let Some(message) = inbox.next() {
+        for message in inbox.batch() {
             match message {
                 Message::RegisterWrite { device, offset, value, done } => {
                     let Some(transport) = self.machine.transports.get_mut(device) else { continue };
@@ -218,7 +217,8 @@ impl EventLoop {
 
     fn write_console(&mut self) {
         let Some(console) = &mut self.machine.console else { return };
-        let mut bytes: Vec<u8> = console.bytes.try_iter().collect();
+        // As many as there can have been when we were woken: vCPUs that print without end must not keep us here.
+        let mut bytes: Vec<u8> = console.bytes.try_iter().take(BACKLOG).collect();
         bytes.truncate(self.console_left);
         self.console_left = self.console_left.saturating_sub(bytes.len());
         if console.file.write_all(&bytes).is_err() {

@@ -9,6 +9,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use vmm_control::{Mark, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
+/// Most messages that are taken at one wake-up: vCPUs that write registers without end must not keep the loop from the
+/// supervisor, the sockets and the console.
+const BATCH: usize = 64;
+
 /// From a thread to the event loop.
 #[derive(Debug)]
 pub enum Message {
@@ -88,8 +92,37 @@ impl Inbox {
         &self.wake
     }
 
+    /// What there is to do, up to a batch of it; of what is left, [`Self::wake_fd`] tells again.
+    pub fn batch(&self) -> Vec<Message> {
+        // Reset first: what arrives while we look wakes us again.
+        let _ = self.wake.read();
+        let batch: Vec<Message> = std::iter::from_fn(|| self.next()).take(BATCH).collect();
+        if batch.len() == BATCH {
+            let _ = self.wake.write(1);
+        }
+        batch
+    }
+
     /// The next message, if there is one.
     pub fn next(&self) -> Option<Message> {
         self.receiver.try_recv().ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_without_end_come_in_batches() {
+        let (mailbox, inbox) = mailbox().unwrap();
+        for _ in 0..3 * BATCH {
+            mailbox.send(Message::QueueReleased { device: 0 });
+        }
+        for _ in 0..3 {
+            assert_eq!(inbox.batch().len(), BATCH);
+        }
+        assert!(inbox.batch().is_empty(), "woken for what was left");
+        assert!(inbox.wake_fd().read().is_err(), "and only for that");
     }
 }

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use vmm_sys_util::eventfd::EventFd;
 
 /// Bytes that may wait for the event loop.
-const BACKLOG: usize = 16 << 10;
+pub const BACKLOG: usize = 16 << 10;
 
 const DATA: u16 = 0;
 const INTERRUPT_ENABLE: u16 = 1;
