@@ -3,7 +3,7 @@
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::process::ExitCode;
 
-use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+use rustix::process::{Signal, set_parent_process_death_signal};
 use vmm::event_loop::EventLoop;
 use vmm::machine;
 use vmm::mailbox::mailbox;
@@ -23,11 +23,8 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
-    // The supervisor's end is ours, even if it cannot say so.
+    // The supervisor's end is ours, even if it cannot say so. If it has ended already, the control socket tells.
     set_parent_process_death_signal(Some(Signal::KILL))?;
-    if getppid().is_none() {
-        return Err("the supervisor is gone".into());
-    }
     // SAFETY: nothing else in this process has opened or taken descriptor 3. If it is not open, or not a socket, the
     // first call on it fails.
     let control = ControlSocket::from_fd(unsafe { OwnedFd::from_raw_fd(CONTROL_FD) });
