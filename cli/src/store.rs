@@ -301,9 +301,12 @@ fn open_lock(path: &Path) -> io::Result<File> {
 }
 
 /// Whether someone holds a run's lock. Tried with a shared lock, so that two who look at once do not see
-/// each other.
+/// each other. A lock that cannot be looked at may be held: only one that is not there is held by nobody.
 fn is_locked(path: &Path) -> bool {
-    let Ok(file) = File::open(path) else { return false };
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) => return error.kind() != io::ErrorKind::NotFound,
+    };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err()
 }
 
@@ -331,7 +334,7 @@ fn write_file(open: &OpenOptions, path: &Path, value: &impl Serialize, durable: 
     Ok(())
 }
 
-fn sync_directory(path: &Path) -> Result<(), HomeError> {
+pub(crate) fn sync_directory(path: &Path) -> Result<(), HomeError> {
     let directory = File::open(path).map_err(at(path))?;
     rustix::fs::fsync(directory.as_fd()).map_err(|error| at(path)(error.into()))
 }
@@ -416,6 +419,21 @@ mod tests {
         assert!(!directory.path().join("runs/.tmp-12345678").exists());
         store.sweep().unwrap();
         assert_eq!(store.all().len(), 2);
+    }
+
+    #[test]
+    fn a_run_whose_lock_cannot_be_looked_at_is_left_alone() {
+        let (_directory, store) = store();
+        let (run, _lock) = store.create(&mut spec(None, true)).unwrap();
+        // As if descriptors had run out: an error that says nothing of the lock.
+        let lock = run.path().join("lock");
+        std::fs::remove_file(&lock).unwrap();
+        std::os::unix::fs::symlink("lock", &lock).unwrap();
+        store.sweep().unwrap();
+        assert!(run.path().exists());
+        std::fs::remove_file(&lock).unwrap();
+        store.sweep().unwrap();
+        assert!(!run.path().exists());
     }
 
     #[test]
