@@ -15,10 +15,11 @@ use guest::host::Dial;
 use vmm_control::{Config, ControlError, ControlSocket, Disk, Event, MAX_CMDLINE, Request};
 
 use super::console;
+use crate::home::HomeError;
 use crate::launch::{self, Lifetime};
 use crate::preflight::{PreflightError, open_kvm};
 use crate::spec::{Machine, Spec};
-use crate::store::RunDirectory;
+use crate::store::{RunDirectory, sync_directory};
 
 /// How long a VMM that does not read its control socket may hold us up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -45,6 +46,9 @@ pub(super) enum MachineError {
         /// Why.
         error: String,
     },
+    /// The run's directory.
+    #[error(transparent)]
+    Home(#[from] HomeError),
     /// Too long a command line for the kernel.
     #[error("kernel command line: {length} bytes, over {MAX_CMDLINE}; shorten --cmdline-extra")]
     Cmdline {
@@ -255,6 +259,9 @@ fn make_layers(run: &RunDirectory, machine: &Machine, durable: bool) -> Result<V
         } else {
             files.extend([open(&data_path)?, open(&map_path)?]);
         }
+    }
+    if durable {
+        sync_directory(&run.path().join("disk"))?;
     }
     Ok(files)
 }
