@@ -18,7 +18,7 @@ mod serve;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -50,6 +50,8 @@ const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
 const CLIENT_PATIENCE: Duration = Duration::from_secs(1);
 /// How much later than the agent's client the main thread gives up on a boot: the former knows more.
 const BOOT_SLACK: Duration = Duration::from_millis(500);
+/// Happenings that wait for the main thread. A VMM that talks without end waits as well.
+const HAPPENINGS: usize = 64;
 /// Bytes of entropy that a guest gets.
 const ENTROPY: usize = 64;
 
@@ -81,7 +83,7 @@ pub(crate) fn supervise(directory: PathBuf) -> Result<(), String> {
     let run = RunDirectory::at(directory);
     let spec = run.spec().map_err(|error| error.to_string())?;
 
-    let (sender, happenings) = channel();
+    let (sender, happenings) = sync_channel(HAPPENINGS);
     let mut stream = UnixStream::from(stream);
     // The client asked before it started us. If it is gone already, the reader finds out.
     let size = match Frame::read(&mut stream) {
@@ -110,6 +112,8 @@ pub(crate) fn supervise(directory: PathBuf) -> Result<(), String> {
     }
     drop(lock);
     if let Some(supervision) = supervision {
+        // So that no thread waits for us to hear it.
+        drop(supervision.happenings);
         exit.stats = supervision.stats.map(Box::new);
         supervision.shared.drain(CLIENT_PATIENCE);
         // The machine is gone, so this ends when the client has taken what there is, or is gone too.
@@ -141,12 +145,13 @@ impl<'a> Supervision<'a> {
     fn start(
         run: &'a RunDirectory,
         spec: &'a Spec,
-        sender: Sender<Happening>,
+        sender: SyncSender<Happening>,
         happenings: Receiver<Happening>,
         client: &Arc<Connection>,
         size: Option<Size>,
     ) -> Result<Self, String> {
         let vmm = Vmm::start(run, spec).map_err(|error| error.to_string())?;
+        let listener = run.listen().map_err(|error| error.to_string())?;
         // What follows happens while the guest boots.
         let start_timeout = Duration::from_millis(spec.start_timeout_ms);
         let deadline = Instant::now().checked_add(start_timeout).ok_or("the start timeout is too long")?;
@@ -170,7 +175,6 @@ impl<'a> Supervision<'a> {
             Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
         };
         let shared = Arc::new(Shared::new(spec.clone(), vmm.control()));
-        let listener = run.listen().map_err(|error| error.to_string())?;
         let serving = Arc::clone(&shared);
         Builder::new()
             .name("serve".into())
@@ -319,7 +323,7 @@ fn boot_and_run(
     deadline: Instant,
     process: guest::message::ExecSpec,
     client: &Connection,
-    sender: &Sender<Happening>,
+    sender: &SyncSender<Happening>,
 ) {
     // Nobody listens once the run has ended.
     let tell = |happening| drop(sender.send(happening));
