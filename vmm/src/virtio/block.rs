@@ -325,11 +325,14 @@ impl Server {
                         full = true;
                         self.tell_full(true);
                     }
-                    match self.inbox.recv_timeout(FULL_RETRY) {
-                        Ok(command) => return Err(Pause::Told(command)),
-                        Err(RecvTimeoutError::Disconnected) => return Err(Pause::Told(Command::End)),
-                        Err(RecvTimeoutError::Timeout) => {}
-                    }
+                    let command = match self.inbox.recv_timeout(FULL_RETRY) {
+                        Ok(command) => command,
+                        Err(RecvTimeoutError::Disconnected) => Command::End,
+                        Err(RecvTimeoutError::Timeout) => continue,
+                    };
+                    // Nobody waits for room any more.
+                    self.tell_full(false);
+                    return Err(Pause::Told(command));
                 }
                 Err(error) => {
                     let reason = StopReason::StorageFailed { disk: self.backing.index, error: error.to_string() };

@@ -346,6 +346,38 @@ fn without_flush_each_change_is_durable_when_it_is_done() {
     assert_eq!(state(), 1);
 }
 
+/// `/dev/full` has no room for anything.
+#[test]
+fn a_request_that_waits_for_room_can_be_given_up() {
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let map = tempfile::tempfile().unwrap();
+    create_layer(&tempfile::tempfile().unwrap(), &map, DISK).unwrap();
+    let mut driver = Driver::over(vec![LayerFiles { data: full, map: Some(map) }], false);
+    let heard = |driver: &Driver| {
+        let mut heard = None;
+        driver.wait(|| {
+            heard = driver.inbox.next();
+            heard.is_some()
+        });
+        heard.unwrap()
+    };
+    for _ in 0..2 {
+        driver.header(OUT, 0);
+        driver.offer(&[(HEADER, 16, false), (DATA, 4096, false), (STATUS, 1, true)]);
+        assert!(matches!(heard(&driver), Message::DiskFull { disk: 0, full: true }));
+        assert_eq!(driver.block.reset(), Reset::Pending);
+        assert!(matches!(heard(&driver), Message::DiskFull { disk: 0, full: false }), "nothing waits any more");
+        assert!(matches!(heard(&driver), Message::QueueReleased { device: 7 }));
+        assert_eq!(driver.status(), 0xff);
+        assert!(driver.block.released());
+        driver.activate();
+    }
+    driver.header(OUT, 0);
+    driver.offer(&[(HEADER, 16, false), (DATA, 4096, false), (STATUS, 1, true)]);
+    assert!(matches!(heard(&driver), Message::DiskFull { disk: 0, full: true }));
+    driver.block.end();
+}
+
 /// Linux switches interrupts off while it reaps, and looks again before it switches them on.
 #[test]
 fn a_guest_that_is_reaping_is_not_interrupted() {
