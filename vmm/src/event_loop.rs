@@ -97,11 +97,11 @@ impl EventLoop {
                         stop
                     }
                     SOCKETS => {
-                        self.serve_sockets();
+                        self.serve(VSOCK, &poll)?;
                         None
                     }
                     kick => {
-                        self.on_kick(usize::try_from(kick).unwrap_or(usize::MAX));
+                        self.on_kick(usize::try_from(kick).unwrap_or(usize::MAX), &poll)?;
                         None
                     }
                 };
@@ -186,10 +186,15 @@ impl EventLoop {
         }
     }
 
-    fn on_kick(&mut self, index: usize) {
-        let Some((device, kick)) = self.machine.kicks.get(index) else { return };
+    fn on_kick(&mut self, index: usize, poll: &OwnedFd) -> std::io::Result<()> {
+        let Some((device, kick)) = self.machine.kicks.get(index) else { return Ok(()) };
         let device = *device;
         let _ = kick.read();
+        self.serve(device, poll)
+    }
+
+    /// Has a device of this thread do its work. If the guest broke it, it stands still until its driver resets it.
+    fn serve(&mut self, device: usize, poll: &OwnedFd) -> std::io::Result<()> {
         let broken = match self.device(device) {
             Some(Device::Vsock(sockets)) => sockets.process().is_err(),
             Some(Device::Rng(rng)) => rng.process().is_err(),
@@ -197,18 +202,12 @@ impl EventLoop {
         };
         if broken {
             self.broken(device);
+            self.watch_sockets(poll)?;
         }
+        Ok(())
     }
 
-    fn serve_sockets(&mut self) {
-        if let Some(Device::Vsock(device)) = self.device(VSOCK)
-            && device.process().is_err()
-        {
-            self.broken(VSOCK);
-        }
-    }
-
-    /// Host sockets wait while the guest has no driver for them.
+    /// Host sockets wait while the guest has no driver for them, or broke the device.
     fn watch_sockets(&mut self, poll: &OwnedFd) -> std::io::Result<()> {
         let Some(Device::Vsock(device)) = self.device(VSOCK) else { return Ok(()) };
         let flags = if device.is_active() { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };

@@ -63,8 +63,16 @@ impl Rng {
         let _ = self.interrupt.write(1);
     }
 
-    /// Serves the queue once.
+    /// Serves the queue once. If it is broken, the device does nothing more before its reset.
     pub fn process(&mut self) -> Result<(), Broken> {
+        let served = self.serve();
+        if served.is_err() {
+            self.queue = None;
+        }
+        served
+    }
+
+    fn serve(&mut self) -> Result<(), Broken> {
         let Some(queue) = &mut self.queue else { return Ok(()) };
         let mut used = false;
         for turn in 0..=BUDGET {
@@ -90,5 +98,38 @@ impl Rng {
             self.interrupt();
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_queue::QueueState;
+    use vm_memory::GuestAddress;
+
+    use super::*;
+    use crate::memory::guest_ram;
+
+    #[test]
+    fn a_broken_ring_ends_the_device_until_its_reset() {
+        let ram = guest_ram(2 << 20).unwrap();
+        let state = QueueState {
+            max_size: QUEUE_SIZE,
+            size: QUEUE_SIZE,
+            ready: true,
+            desc_table: 0x1000,
+            avail_ring: 0x2000,
+            used_ring: 0x3000,
+            ..QueueState::default()
+        };
+        let eventfd = || EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        let mut rng = Rng::new(ram.clone(), eventfd(), eventfd());
+        assert!(rng.activate(vec![Some(Queue::try_from(state).unwrap())], 0));
+        rng.process().unwrap();
+        // An index further ahead than the ring is long.
+        ram.write_obj(QUEUE_SIZE + 1, GuestAddress(0x2002)).unwrap();
+        rng.process().unwrap_err();
+        ram.write_obj(1u16, GuestAddress(0x2002)).unwrap();
+        rng.process().unwrap();
+        assert_eq!(ram.read_obj::<u16>(GuestAddress(0x3002)).unwrap(), 0, "nothing is served any more");
     }
 }

@@ -79,13 +79,55 @@ impl VsockDevice {
         let _ = self.sockets.connect(socket, port);
     }
 
-    /// Does what there is to do on either side. On an error the device needs a reset.
+    /// Does what there is to do on either side. On an error the device needs a reset, and does nothing before it.
     pub fn process(&mut self) -> Result<(), Error> {
-        if let Some(queues) = &mut self.queues
-            && self.sockets.process(&self.ram, queues)?
-        {
+        let Some(queues) = &mut self.queues else { return Ok(()) };
+        let outcome = self.sockets.process(&self.ram, queues);
+        if outcome.is_err() {
+            self.queues = None;
+        }
+        if outcome? {
             self.interrupt();
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use virtio_queue::QueueState;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::*;
+    use crate::memory::guest_ram;
+
+    #[test]
+    fn a_broken_ring_ends_the_device_until_its_reset() {
+        let ram = guest_ram(2 << 20).unwrap();
+        let queue = |n: u64| {
+            let at = 0x1_0000 * (n + 1);
+            let (size, rings) = (QUEUE_SIZES[1], (at + 0x4000, at + 0x8000));
+            let state = QueueState {
+                max_size: size,
+                size,
+                ready: true,
+                desc_table: at,
+                avail_ring: rings.0,
+                used_ring: rings.1,
+                ..QueueState::default()
+            };
+            Some(Queue::try_from(state).unwrap())
+        };
+        let interrupt = EventFd::new(libc::EFD_NONBLOCK).unwrap();
+        let mut device = VsockDevice::new(ram.clone(), interrupt, Vec::new()).unwrap();
+        assert!(device.activate((0..3).map(queue).collect(), 0));
+        device.process().unwrap();
+        // From the guest: an index further ahead than the ring is long.
+        ram.write_obj(QUEUE_SIZES[1] + 1, GuestAddress(0x2_4002)).unwrap();
+        device.process().unwrap_err();
+        assert!(!device.is_active());
+        ram.write_obj(0u16, GuestAddress(0x2_4002)).unwrap();
+        device.process().unwrap();
+        assert!(!device.is_active(), "only a reset and a driver bring it back");
     }
 }
