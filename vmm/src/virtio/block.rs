@@ -282,21 +282,33 @@ impl Server {
     }
 
     /// Serves requests until there are none. The guest need not kick while we look.
+    ///
+    /// The guest hears of half of what waits, then of half of what waits by then, and so on: it reaps the first half
+    /// and adds to the queue while we serve the second. One interrupt for each request costs two switches of threads
+    /// (an irqfd of an I/O APIC pin goes through a work queue); one for all leaves each side waiting for the other.
+    /// Nothing that can wait for the host's disk holds back what is done already.
     fn serve(&self, queue: &mut Queue) -> Result<(), Pause> {
         let ram = &self.backing.ram;
         loop {
             queue.disable_notification(ram).map_err(|_| Pause::Broken)?;
+            let (mut untold, mut batch) = (0u16, half_of_waiting(ram, queue)?);
             while let Some(chain) = queue.iter(ram).map_err(|_| Pause::Broken)?.next() {
                 let head = chain.head_index();
-                let length = self.answer(Request::parse(chain, ram))?;
-                queue.add_used(ram, head, length).map_err(|_| Pause::Broken)?;
-                // At once, not when the queue is empty: the guest reaps while we serve the next. While it does, it has
-                // told us not to interrupt.
-                if wants_interrupt(ram, queue).map_err(|_| Pause::Broken)? {
-                    add(&self.backing.counters.interrupts, 1);
-                    // The only failure is a full counter: the interrupt is pending already.
-                    let _ = self.backing.interrupt.write(1);
+                let request = Request::parse(chain, ram);
+                if untold > 0 && request.as_ref().is_some_and(|request| self.may_take_long(request)) {
+                    self.tell_guest(queue)?;
+                    untold = 0;
                 }
+                let length = self.answer(request, queue)?;
+                queue.add_used(ram, head, length).map_err(|_| Pause::Broken)?;
+                untold = untold.saturating_add(1);
+                if untold >= batch {
+                    self.tell_guest(queue)?;
+                    (untold, batch) = (0, half_of_waiting(ram, queue)?);
+                }
+            }
+            if untold > 0 {
+                self.tell_guest(queue)?;
             }
             if !queue.enable_notification(ram).map_err(|_| Pause::Broken)? {
                 return Ok(());
@@ -304,9 +316,18 @@ impl Server {
         }
     }
 
+    fn tell_guest(&self, queue: &Queue) -> Result<(), Pause> {
+        if wants_interrupt(&self.backing.ram, queue).map_err(|_| Pause::Broken)? {
+            add(&self.backing.counters.interrupts, 1);
+            // The only failure is a full counter: the interrupt is pending already.
+            let _ = self.backing.interrupt.write(1);
+        }
+        Ok(())
+    }
+
     /// Executes a request and completes it, unless the event loop wants the queue back: to serve all that a guest has
     /// offered first could take it minutes. While the host is full, it waits for room.
-    fn answer(&self, request: Option<Request<'_>>) -> Result<u32, Pause> {
+    fn answer(&self, request: Option<Request<'_>>, queue: &Queue) -> Result<u32, Pause> {
         if let Ok(command) = self.inbox.try_recv() {
             return Err(Pause::Told(command));
         }
@@ -324,6 +345,7 @@ impl Server {
                     if !full {
                         full = true;
                         self.tell_full(true);
+                        self.tell_guest(queue)?;
                     }
                     let command = match self.inbox.recv_timeout(FULL_RETRY) {
                         Ok(command) => command,
@@ -350,6 +372,10 @@ impl Server {
         Ok(request.complete(outcome))
     }
 
+    fn may_take_long(&self, request: &Request<'_>) -> bool {
+        request.flushes() || self.write_through && request.changes()
+    }
+
     fn execute(&self, request: &Request<'_>) -> Result<Outcome, DiskError> {
         let Backing { disk, id, .. } = &self.backing;
         let outcome = request.execute(disk, id)?;
@@ -362,6 +388,12 @@ impl Server {
     fn tell_full(&self, full: bool) {
         self.backing.mailbox.send(Message::DiskFull { disk: self.backing.index, full });
     }
+}
+
+/// Half of the requests that wait, rounded up.
+fn half_of_waiting(ram: &Ram, queue: &Queue) -> Result<u16, Pause> {
+    let offered = queue.avail_idx(ram, Ordering::Acquire).map_err(|_| Pause::Broken)?;
+    Ok(offered.0.wrapping_sub(queue.next_avail()).div_ceil(2))
 }
 
 #[cfg(test)]

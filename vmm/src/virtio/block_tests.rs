@@ -79,22 +79,31 @@ impl Driver {
         assert!(self.block.activate(vec![Some(Queue::try_from(state).unwrap())], features));
     }
 
-    /// Writes a chain of (address, length, device may write) and offers it.
-    fn offer(&mut self, chain: &[(u64, u32, bool)]) {
-        for (index, (address, length, writable)) in chain.iter().enumerate() {
-            let at = GuestAddress(DESC + 16 * index as u64);
-            let last = index + 1 == chain.len();
+    /// Writes a chain of (address, length, device may write) from descriptor `first` on into the ring.
+    fn place(&mut self, first: u16, chain: &[(u64, u32, bool)]) {
+        for (index, (address, length, writable)) in (first..).zip(chain) {
+            let at = GuestAddress(DESC + 16 * u64::from(index));
+            let last = usize::from(index - first) + 1 == chain.len();
             let flags = u16::from(!last) | u16::from(*writable) << 1;
             self.ram.write_obj(*address, at).unwrap();
             self.ram.write_obj(*length, at.unchecked_add(8)).unwrap();
             self.ram.write_obj(flags, at.unchecked_add(12)).unwrap();
-            self.ram.write_obj(index as u16 + 1, at.unchecked_add(14)).unwrap();
+            self.ram.write_obj(index + 1, at.unchecked_add(14)).unwrap();
         }
         let slot = AVAIL + 4 + 2 * u64::from(self.offered % QUEUE_SIZE);
-        self.ram.write_obj(0u16, GuestAddress(slot)).unwrap();
+        self.ram.write_obj(first, GuestAddress(slot)).unwrap();
         self.offered += 1;
+    }
+
+    /// Offers all that was placed.
+    fn kick(&self) {
         self.ram.write_obj(self.offered, GuestAddress(AVAIL + 2)).unwrap();
         self.kick.write(1).unwrap();
+    }
+
+    fn offer(&mut self, chain: &[(u64, u32, bool)]) {
+        self.place(0, chain);
+        self.kick();
     }
 
     fn wait(&self, mut done: impl FnMut() -> bool) {
@@ -375,6 +384,41 @@ fn a_request_that_waits_for_room_can_be_given_up() {
     driver.header(OUT, 0);
     driver.offer(&[(HEADER, 16, false), (DATA, 4096, false), (STATUS, 1, true)]);
     assert!(matches!(heard(&driver), Message::DiskFull { disk: 0, full: true }));
+    driver.block.end();
+}
+
+/// Interrupts are held back for a batch, but not while a request of it waits for the host.
+#[test]
+fn what_is_done_is_told_before_a_wait_for_room() {
+    let full = File::options().read(true).write(true).open("/dev/full").unwrap();
+    let map = tempfile::tempfile().unwrap();
+    create_layer(&tempfile::tempfile().unwrap(), &map, DISK).unwrap();
+    let mut driver = Driver::over(vec![LayerFiles { data: full, map: Some(map) }], false);
+    driver.header(OUT, 0);
+    let read = HEADER + 64;
+    driver.ram.write_slice(&[0; 16], GuestAddress(read)).unwrap();
+    for turn in 0..3u16 {
+        driver.place(3 * turn, &[(read, 16, false), (DATA, 4096, true), (STATUS + 1, 1, true)]);
+    }
+    driver.place(9, &[(HEADER, 16, false), (DATA, 4096, false), (STATUS, 1, true)]);
+    driver.kick();
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::DiskFull { full: true, .. })));
+    assert_eq!(driver.ram.read_obj::<u16>(GuestAddress(USED + 2)).unwrap(), 3);
+    driver.wait(|| driver.block.stats().interrupts == 2);
+    driver.block.end();
+}
+
+#[test]
+fn a_batch_is_told_in_halves() {
+    let mut driver = Driver::new(false);
+    driver.header(IN, 0);
+    for turn in 0..16u16 {
+        driver.place(3 * turn, &[(HEADER, 16, false), (DATA, 4096, true), (STATUS, 1, true)]);
+    }
+    driver.kick();
+    driver.wait(|| driver.ram.read_obj::<u16>(GuestAddress(USED + 2)).unwrap() == 16);
+    // After 8, 4, 2, 1 and 1 more.
+    driver.wait(|| driver.block.stats().interrupts == 5);
     driver.block.end();
 }
 

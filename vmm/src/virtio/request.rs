@@ -81,6 +81,11 @@ impl<'a> Request<'a> {
         Some(Self { kind, sector, input, output, status })
     }
 
+    /// Whether it waits for the medium.
+    pub fn flushes(&self) -> bool {
+        self.kind == VIRTIO_BLK_T_FLUSH
+    }
+
     /// Whether it asks for the disk to be changed.
     pub fn changes(&self) -> bool {
         matches!(self.kind, VIRTIO_BLK_T_OUT | VIRTIO_BLK_T_DISCARD | VIRTIO_BLK_T_WRITE_ZEROES)
