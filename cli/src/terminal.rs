@@ -59,7 +59,8 @@ pub(crate) fn restore() {
             // Best effort, on the way out.
             let _ = rustix::io::write(stdout(), RESET);
         }
-        let _ = tcsetattr(stdin(), OptionalActions::Drain, &before);
+        // At once: a terminal that was stopped with ^S would never drain.
+        let _ = tcsetattr(stdin(), OptionalActions::Now, &before);
     }
 }
 

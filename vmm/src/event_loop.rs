@@ -12,13 +12,10 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::machine::{Console, Machine, VSOCK};
 use crate::mailbox::{Inbox, Mailbox, Message};
-use crate::serial::BACKLOG;
+use crate::serial::{BACKLOG, Serial};
 use crate::vcpu::{self, Handle, Shared};
 use crate::virtio::device::Device;
 use crate::virtio::mmio::{Transport, Written};
-
-/// Most bytes that a console writes to its file: the rest is dropped, so a chatty guest fills no disk.
-pub const CONSOLE_LIMIT: usize = 16 << 20;
 
 const CONTROL: u64 = u64::MAX;
 const MAILBOX: u64 = u64::MAX - 1;
@@ -32,7 +29,7 @@ pub struct EventLoop {
     marks: Vec<Mark>,
     /// vCPUs that wait for the reset of a device.
     resetting: Vec<(usize, Sender<()>)>,
-    console_left: usize,
+    console_dropped: u64,
 }
 
 #[derive(Debug)]
@@ -65,7 +62,7 @@ impl EventLoop {
             vcpus,
         };
         let (marks, resetting) = (Vec::new(), Vec::new());
-        Ok(Self { control, machine, marks, resetting, console_left: CONSOLE_LIMIT })
+        Ok(Self { control, machine, marks, resetting, console_dropped: 0 })
     }
 
     /// Runs until the machine ends, tells the supervisor why, and returns.
@@ -214,15 +211,14 @@ impl EventLoop {
         Ok(epoll::modify(poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), flags)?)
     }
 
+    /// Passes the console's output on. What its reader does not take at once is dropped and counted: nobody here waits
+    /// for a file, and how much is kept is the supervisor's business.
     fn write_console(&mut self) {
         let Some(console) = &mut self.machine.console else { return };
         // As many as there can have been when we were woken: vCPUs that print without end must not keep us here.
-        let mut bytes: Vec<u8> = console.bytes.try_iter().take(BACKLOG).collect();
-        bytes.truncate(self.console_left);
-        self.console_left = self.console_left.saturating_sub(bytes.len());
-        if console.file.write_all(&bytes).is_err() {
-            self.console_left = 0;
-        }
+        let bytes: Vec<u8> = console.bytes.try_iter().take(BACKLOG).collect();
+        let written = console.file.write(&bytes).unwrap_or(0);
+        self.console_dropped = self.console_dropped.saturating_add(bytes.len().saturating_sub(written) as u64);
     }
 
     fn stats(&self) -> Stats {
@@ -231,7 +227,13 @@ impl EventLoop {
             Device::Block(block) => Some(block.stats()),
             _ => None,
         });
-        Stats { exits: self.machine.shared.exits.counts(), marks: self.marks.clone(), blocks: blocks.collect() }
+        let serial = self.machine.shared.serial.as_ref().map_or(0, Serial::dropped);
+        Stats {
+            exits: self.machine.shared.exits.counts(),
+            marks: self.marks.clone(),
+            blocks: blocks.collect(),
+            console_dropped: self.console_dropped.saturating_add(serial),
+        }
     }
 
     /// Stops the vCPUs, then lets the disks finish what they hold, then reports.
@@ -247,12 +249,12 @@ impl EventLoop {
             vcpu.join();
         }
         self.write_console();
-        let stats = self.stats();
-        for transport in self.machine.transports {
-            if let Device::Block(block) = transport.device {
+        for transport in &mut self.machine.transports {
+            if let Device::Block(block) = &mut transport.device {
                 block.end();
             }
         }
+        let stats = self.stats();
         let _ = self.control.send(&Event::Stopped { reason, stats }, &[]);
     }
 }

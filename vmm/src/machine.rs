@@ -154,6 +154,10 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
 
     let (serial, console) = match parts.console {
         Some(file) => {
+            // A pipe whose reader is stuck must not stop the event loop.
+            let nonblocking = rustix::fs::fcntl_getfl(&file)
+                .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK));
+            io("console file", nonblocking.map_err(std::io::Error::from))?;
             let interrupt = io("console interrupt", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
             kvm("KVM_IRQFD of the console", vm.register_irqfd(&interrupt, layout::SERIAL_GSI))?;
             let (serial, bytes) = Serial::new(interrupt);

@@ -52,9 +52,9 @@ fn new_log(directory: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
 }
 
-/// The last lines of the console, fit to print; nothing if there are none.
-pub(super) fn tail(directory: &Path) -> Option<String> {
-    let mut file = File::open(directory.join("console.log")).ok()?;
+/// The last lines of a log, the console's or the VMM's own, fit to print; nothing if there are none.
+pub(super) fn tail(log: &Path) -> Option<String> {
+    let mut file = File::open(log).ok()?;
     let length = file.metadata().ok()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(MAX_TAIL))).ok()?;
     let mut bytes = Vec::new();
@@ -83,15 +83,15 @@ mod tests {
         let total: u64 =
             std::fs::read_dir(directory.path()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
         assert!(total <= 2 * (MAX_LOG + 4096), "{total}");
-        let tail = tail(directory.path()).unwrap();
+        let tail = tail(&directory.path().join("console.log")).unwrap();
         assert!(tail.ends_with("the \u{fffd}[31mlast"), "{tail:?}");
     }
 
     #[test]
     fn no_console_has_no_tail() {
         let directory = tempfile::tempdir().unwrap();
-        assert_eq!(tail(directory.path()), None);
+        assert_eq!(tail(&directory.path().join("console.log")), None);
         new_log(directory.path()).unwrap();
-        assert_eq!(tail(directory.path()), None);
+        assert_eq!(tail(&directory.path().join("console.log")), None);
     }
 }

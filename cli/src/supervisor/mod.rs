@@ -104,7 +104,7 @@ pub(crate) fn supervise(directory: PathBuf) -> Result<(), String> {
         }
     };
 
-    let mut exit = ending.exit(console::tail(run.path()));
+    let mut exit = ending.exit(console::tail(&run.path().join("console.log")));
     // The record first, then the lock, then the client: who hears of the end finds it so.
     let recorded = if spec.ephemeral { run.remove() } else { run.end(&ending.state()) };
     if let Err(error) = recorded {
@@ -281,7 +281,11 @@ impl<'a> Supervision<'a> {
     fn vmm_died(&mut self, error: &ControlError) -> Ending {
         let how = self.vmm.reap(REAP_PATIENCE);
         match error {
-            ControlError::Closed => Ending::vmm_died(&self.spec.id, &how),
+            // What it said before it died is the only cause that there is to know, and may go with the directory.
+            ControlError::Closed => match console::tail(&self.run.path().join("vmm.log")) {
+                Some(words) => Ending::vmm_died(&self.spec.id, &format!("{how}; it said: {words}")),
+                None => Ending::vmm_died(&self.spec.id, &how),
+            },
             broken => Ending::vmm_died(&self.spec.id, &printable(&broken.to_string())),
         }
     }

@@ -139,6 +139,8 @@ pub struct Stats {
     pub marks: Vec<Mark>,
     /// Each disk's counters.
     pub blocks: Vec<BlockStats>,
+    /// Bytes of the serial console that were dropped because nobody took them in time.
+    pub console_dropped: u64,
 }
 
 /// A mark that the guest wrote.

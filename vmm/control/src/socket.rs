@@ -136,8 +136,12 @@ mod tests {
     fn every_event_survives_the_way() {
         let (a, b) = ControlSocket::pair().unwrap();
         let exits = ExitCounts { total: 7, ..ExitCounts::default() };
-        let stats =
-            Stats { exits, marks: vec![Mark { mark: 1, exits, micros: 5 }], blocks: vec![BlockStats::default()] };
+        let stats = Stats {
+            exits,
+            marks: vec![Mark { mark: 1, exits, micros: 5 }],
+            blocks: vec![BlockStats::default()],
+            console_dropped: 0,
+        };
         for event in [
             Event::Running,
             Event::Refused { error: "memory".into() },

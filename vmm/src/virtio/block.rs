@@ -22,12 +22,12 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Reset;
 use super::notify::wants_interrupt;
-use super::request::{ID_LENGTH, MAX_RANGE_SECTORS, MAX_RANGES, Outcome, Request, SECTOR, io_error};
+use super::request::{ID_LENGTH, MAX_DESCRIPTORS, MAX_RANGE_SECTORS, MAX_RANGES, Outcome, Request, SECTOR, io_error};
 use crate::mailbox::{Mailbox, Message};
 use crate::memory::Ram;
 
 /// Descriptors of a queue. A request of 1 MiB in 4 KiB pieces fits.
-const QUEUE_SIZE: u16 = 512;
+const QUEUE_SIZE: u16 = MAX_DESCRIPTORS;
 /// Most pieces of data in a request: what fits a queue beside header and status.
 const SEG_MAX: u32 = 510;
 /// How often a full host is asked again.
@@ -63,6 +63,8 @@ pub struct Counters {
     written_bytes: AtomicU64,
     interrupts: AtomicU64,
     wakeups: AtomicU64,
+    /// Queues that wait for room on the host.
+    waiting: AtomicU64,
 }
 
 impl Counters {
@@ -201,11 +203,11 @@ impl Block {
     }
 
     /// Lets every thread finish the request that it holds, and waits for them.
-    pub fn end(self) {
+    pub fn end(&mut self) {
         for worker in &self.workers {
             worker.tell(Command::End);
         }
-        for worker in self.workers {
+        for worker in self.workers.drain(..) {
             // A panic aborts the process, so there is no other outcome to report.
             let _ = worker.thread.join();
         }
@@ -385,7 +387,14 @@ impl Server {
         Ok(outcome)
     }
 
+    /// The first queue to wait is told of, and the last that does not any more.
     fn tell_full(&self, full: bool) {
+        let waiting = &self.backing.counters.waiting;
+        let others =
+            if full { waiting.fetch_add(1, Ordering::Relaxed) } else { waiting.fetch_sub(1, Ordering::Relaxed) };
+        if others != u64::from(!full) {
+            return;
+        }
         self.backing.mailbox.send(Message::DiskFull { disk: self.backing.index, full });
     }
 }

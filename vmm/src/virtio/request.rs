@@ -33,6 +33,9 @@ const IO_ERROR: u8 = 1;
 /// `VIRTIO_BLK_S_UNSUPP`
 const UNSUPPORTED: u8 = 2;
 
+/// Most descriptors of one request: a queue has no more.
+pub const MAX_DESCRIPTORS: u16 = 512;
+
 const HEADER: usize = 16;
 const RANGE: usize = 16;
 
@@ -63,7 +66,11 @@ impl<'a> Request<'a> {
     /// Parses a chain. `None`: it has no header or no status byte, so it cannot be answered.
     pub fn parse(chain: DescriptorChain<&'a Ram>, ram: &'a Ram) -> Option<Self> {
         let (mut input, mut output) = (GuestBuffer::default(), GuestBuffer::default());
-        for descriptor in chain {
+        for (count, descriptor) in chain.enumerate() {
+            // The virtio-queue crate follows indirect tables, longer than any queue, though we do not offer them.
+            if count >= usize::from(MAX_DESCRIPTORS) {
+                return None;
+            }
             let length = usize::try_from(descriptor.len()).ok()?;
             let slice = ram.get_slice(descriptor.addr(), length).ok()?;
             if descriptor.is_write_only() {

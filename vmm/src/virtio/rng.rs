@@ -83,7 +83,7 @@ impl Rng {
             let Some(chain) = queue.iter(&self.ram).map_err(|_| Broken)?.next() else { break };
             let head = chain.head_index();
             let mut bytes = [0; MAX_BYTES];
-            let buffer = chain.into_iter().find(|descriptor| descriptor.is_write_only());
+            let buffer = chain.into_iter().take(usize::from(QUEUE_SIZE)).find(|descriptor| descriptor.is_write_only());
             let filled = buffer.and_then(|descriptor| {
                 let length = usize::try_from(descriptor.len()).ok()?.min(MAX_BYTES);
                 let slice = self.ram.get_slice(descriptor.addr(), length).ok()?;

@@ -39,6 +39,9 @@ const PACKET_BUDGET: usize = 256;
 /// Bytes that one call moves in each direction, for the same reason.
 const BYTE_BUDGET: usize = 1024 * 1024;
 
+/// Most bytes of one packet to the guest, whatever credit and buffers it claims to have: as many as Linux itself sends.
+const PACKET_LIMIT: usize = 64 * 1024;
+
 /// The event that makes the guest reset all its connections (virtio 1.2, section 5.10.6.7).
 const TRANSPORT_RESET: [u8; 4] = 0_u32.to_le_bytes();
 
@@ -364,7 +367,7 @@ impl Vsock {
             let Some(socket) = self.muxer.get(id).and_then(Connection::socket) else {
                 continue;
             };
-            let limit = usize::try_from(limit).unwrap_or(usize::MAX);
+            let limit = usize::try_from(limit).unwrap_or(usize::MAX).min(PACKET_LIMIT);
             match body.read_from(socket.as_fd(), limit).map(u32::try_from) {
                 Ok(Ok(0)) => self.muxer.update(id, Connection::host_ended),
                 Ok(Ok(count)) => return self.muxer.sent(id, count),
