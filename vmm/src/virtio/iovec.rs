@@ -23,25 +23,40 @@ pub struct GuestBuffer<'a> {
 impl<'a> GuestBuffer<'a> {
     /// Adds a range at the end.
     pub fn push(&mut self, slice: VolatileSlice<'a>) {
-        self.length = self.length.saturating_add(slice.len());
-        self.slices.push(slice);
+        if !slice.is_empty() {
+            self.length = self.length.saturating_add(slice.len());
+            self.slices.push(slice);
+        }
     }
 
-    /// Cuts off the first `n` bytes and returns them, if there are so many.
-    pub fn take_front(&mut self, n: usize) -> Option<Vec<u8>> {
-        let left = self.length.checked_sub(n)?;
-        let mut bytes = vec![0; n];
-        self.read(&mut bytes).ok()?;
-        *self = Self { slices: self.part(n, left)?, length: left };
+    /// Cuts off the first `N` bytes and returns them, if there are so many.
+    pub fn take_front<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let left = self.length.checked_sub(N)?;
+        let mut bytes = [0; N];
+        let mut rest = bytes.as_mut_slice();
+        while !rest.is_empty() {
+            let first = self.slices.first_mut()?;
+            let (now, later) = rest.split_at_mut(first.len().min(rest.len()));
+            first.read_slice(now, 0).ok()?;
+            *first = first.offset(now.len()).ok()?;
+            if first.is_empty() {
+                self.slices.remove(0);
+            }
+            rest = later;
+        }
+        self.length = left;
         Some(bytes)
     }
 
     /// Cuts off the last byte and returns where it is.
     pub fn take_last_byte(&mut self) -> Option<VolatileSlice<'a>> {
-        let before = self.length.checked_sub(1)?;
-        let last = self.part(before, 1)?.pop()?;
-        *self = Self { slices: self.part(0, before)?, length: before };
-        Some(last)
+        let last = self.slices.pop()?;
+        let before = last.len().checked_sub(1)?;
+        if before > 0 {
+            self.slices.push(last.subslice(0, before).ok()?);
+        }
+        self.length = self.length.checked_sub(1)?;
+        last.subslice(before, 1).ok()
     }
 
     /// Copies bytes in at `at`.
@@ -90,13 +105,21 @@ impl<'a> GuestBuffer<'a> {
     }
 
     fn vectors(&self, at: usize, length: usize) -> io::Result<Vec<libc::iovec>> {
-        let mut part = self.part(at, length).ok_or_else(out_of_range)?;
-        part.truncate(IOV_MAX);
-        let vector = |slice: &VolatileSlice| libc::iovec {
-            iov_base: slice.ptr_guard_mut().as_ptr().cast(),
-            iov_len: slice.len(),
-        };
-        Ok(part.iter().map(vector).collect())
+        let mut vectors = Vec::with_capacity(self.slices.len().min(IOV_MAX));
+        let (mut skip, mut left) = (at, length);
+        for slice in &self.slices {
+            if left == 0 || vectors.len() == IOV_MAX {
+                break;
+            }
+            let here = slice.len().saturating_sub(skip).min(left);
+            if here > 0 {
+                let part = slice.subslice(skip, here).map_err(io::Error::other)?;
+                vectors.push(libc::iovec { iov_base: part.ptr_guard_mut().as_ptr().cast(), iov_len: here });
+                left = left.saturating_sub(here);
+            }
+            skip = skip.saturating_sub(slice.len());
+        }
+        if left > 0 && vectors.len() < IOV_MAX { Err(out_of_range()) } else { Ok(vectors) }
     }
 }
 
@@ -192,11 +215,11 @@ mod tests {
         let ram = guest_ram(2 << 20).unwrap();
         ram.write_slice(b"abcdef", GuestAddress(0)).unwrap();
         let mut buffer = buffer(&ram, &[(0, 1), (1, 3), (4, 2)]);
-        assert_eq!(buffer.take_front(2).unwrap(), b"ab");
+        assert_eq!(&buffer.take_front::<2>().unwrap(), b"ab");
         assert_eq!(buffer.len(), 4);
         buffer.take_last_byte().unwrap().write_obj(7u8, 0).unwrap();
         assert_eq!(content(&ram, 0, 6), b"abcde\x07");
-        assert_eq!(buffer.take_front(3).unwrap(), b"cde");
+        assert_eq!(&buffer.take_front::<3>().unwrap(), b"cde");
         assert!(buffer.take_last_byte().is_none());
     }
 }

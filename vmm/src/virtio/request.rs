@@ -81,7 +81,7 @@ impl<'a> Request<'a> {
                 input.push(slice);
             }
         }
-        let header = input.take_front(HEADER)?;
+        let header = input.take_front::<HEADER>()?;
         let kind = u32::from_le_bytes(*header.first_chunk()?);
         let sector = u64::from_le_bytes(*header.last_chunk()?);
         let status = output.take_last_byte()?;
