@@ -65,7 +65,7 @@ fn a_guest_that_never_boots_is_given_up() {
 }
 
 /// Every port, every register, then each device by its rules and against them, from one CPU and from all: the VMM
-/// answers all the while, the devices work afterwards, and the guest powers off in good order.
+/// answers all the while, and the devices work afterwards.
 fn garbage_everywhere() {
     let soak = std::env::var_os("BULKHEAD_SOAK").is_some();
     let first = std::env::var("SEED").map_or(1, |seed| seed.parse().unwrap());
@@ -102,7 +102,8 @@ fn garbage(seed: u64) {
     let vmm = Vmm::start(config, &parts.each_ref()).unwrap();
     let (mut answers, mut connections) = (0, Vec::new());
     let (reason, stats) = loop {
-        vmm.send(&Request::Stats).unwrap();
+        // It may have ended: its last words tell.
+        let _ = vmm.send(&Request::Stats);
         match vmm.event().unwrap() {
             Event::Stopped { reason, stats } => break (reason, stats),
             Event::Stats(_) => answers += 1,
@@ -116,11 +117,12 @@ fn garbage(seed: u64) {
         std::thread::sleep(Duration::from_millis(50));
     };
     let marks: Vec<u8> = stats.marks.iter().map(|at| at.mark).collect();
-    assert_eq!(reason, StopReason::PowerOff, "seed {seed}, marks {marks:?}");
+    // The last that it does is to its own interrupts, which its kernel may not survive.
+    assert!(matches!(reason, StopReason::PowerOff | StopReason::Reset { .. }), "seed {seed}: {reason:?}");
     assert!(answers > 10, "{answers} answers");
     // Three devices; a request of each of them was served; every part came to its end. (Random port writes leave marks.)
     for mark in [1, 20, 21, 22, 33, 40 + 2, 40 + 4, 23, 24, 25] {
-        assert!(marks.contains(&mark), "seed {seed}: no mark {mark}; marks {marks:?}");
+        assert!(marks.contains(&mark), "seed {seed}: no mark {mark} before {reason:?}; marks {marks:?}");
     }
     assert!(stats.blocks[0].requests > 0 && stats.blocks[0].failed > 0, "seed {seed}: {stats:?}");
     let used = fs::metadata(files.path().join("data")).unwrap().blocks() * 512;

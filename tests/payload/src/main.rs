@@ -57,21 +57,27 @@ fn garbage(seed: u64) {
     queues::misuse(&machine, seed, Manners::Good, 4);
     queues::misuse(&machine, seed, Manners::Bad, 40);
     ports::mark(23);
-    let cpus = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
-    std::thread::scope(|scope| {
-        for cpu in 0..=cpus {
-            let machine = &machine;
-            scope.spawn(move || {
-                ports::open();
-                queues::misuse(machine, seed.wrapping_mul(1000).wrapping_add(cpu), Manners::Crowded, 40);
-                ports::registers(seed.wrapping_mul(1000).wrapping_add(cpu));
-            });
-        }
-    });
+    from_every_cpu(seed, |seed| queues::misuse(&machine, seed, Manners::Crowded, 40));
+    // Not at the same time: then a device could come to run with rings anywhere in memory.
+    from_every_cpu(seed, |seed| _ = ports::registers(seed));
     ports::mark(24);
     // The devices still work.
     queues::misuse(&machine, seed, Manners::Good, 1);
     ports::mark(25);
+    // This kernel may not live to see the devices' next interrupts.
+    ports::interrupts(seed);
+    queues::misuse(&machine, seed, Manners::Good, 4);
+}
+
+/// Does it in more threads than there are CPUs, each with a seed of its own.
+fn from_every_cpu(seed: u64, what: impl Fn(u64) + Sync) {
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get() as u64) + 1;
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let what = &what;
+            scope.spawn(move || what(seed.wrapping_mul(1000).wrapping_add(thread)));
+        }
+    });
 }
 
 /// Prints so many bytes of the sequence 0, 1, 2, … in 64-bit little-endian numbers.

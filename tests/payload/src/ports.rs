@@ -7,6 +7,9 @@ use std::os::fd::AsRawFd;
 const MARK_PORT: u16 = 0x3f0;
 /// Writes here end the guest, so garbage leaves them out: (port, value).
 const STOPS: [u16; 3] = [0x600, 0x604, 0x64];
+/// The interrupt controllers of old: nonsense in them makes interrupts into exceptions, which the guest's own kernel does
+/// not survive. So they come last.
+const PIC: [u16; 6] = [0x20, 0x21, 0xa0, 0xa1, 0x4d0, 0x4d1];
 /// The window of all virtio devices.
 const VIRTIO: (u64, usize) = (0xc000_1000, 18 << 12);
 
@@ -64,7 +67,7 @@ impl Random {
 pub(crate) fn garbage(seed: u64) {
     let mut random = Random::new(seed);
     for port in 0..=u16::MAX {
-        if !STOPS.contains(&port) {
+        if !STOPS.contains(&port) && !PIC.contains(&port) {
             read(port);
             out(port, random.next() as u8);
         }
@@ -72,8 +75,9 @@ pub(crate) fn garbage(seed: u64) {
     mark(20);
     for _ in 0..20_000 {
         let (port, value) = (random.next() as u16, random.next() as u32);
-        // A wide write just below a stop port would reach it.
-        if !(0x5f0..0x610).contains(&port) && !(0x60..=0x64).contains(&port) {
+        // A wide write reaches four ports, and the kernel lets none reach beyond the last.
+        let fatal = |port| (0x600..0x610).contains(&port) || (0x60..=0x64).contains(&port) || PIC.contains(&port);
+        if port <= u16::MAX - 3 && !(port..=port + 3).any(fatal) {
             out32(port, value);
         }
     }
@@ -82,6 +86,14 @@ pub(crate) fn garbage(seed: u64) {
         return mark(253);
     }
     mark(22);
+}
+
+/// Nonsense for the interrupt controllers.
+pub(crate) fn interrupts(seed: u64) {
+    let mut random = Random::new(seed);
+    for _ in 0..1000 {
+        out(PIC[random.below(PIC.len())], random.next() as u8);
+    }
 }
 
 /// Every virtio register of every device, random registers, other device addresses; whether they could be reached.

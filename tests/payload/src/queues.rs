@@ -94,6 +94,19 @@ impl Machine {
         }
     }
 
+    /// Stores a descriptor, in two halves: a device that reads meanwhile sees each of them whole, and so never an address
+    /// that is none of ours.
+    fn store_descriptor(&self, page: usize, slot: usize, [address, rest]: [u64; 2]) {
+        // SAFETY: callers give a page below PAGES and a slot below a page's 256.
+        let at = unsafe { self.pages.add(page * PAGE + slot * 16) }.cast::<u64>();
+        // SAFETY: as above; a page is aligned to more than 16.
+        unsafe { at.write_volatile(address) };
+        // SAFETY: as above.
+        let at = unsafe { at.add(1) };
+        // SAFETY: as above.
+        unsafe { at.write_volatile(rest) };
+    }
+
     fn load16(&self, page: usize, offset: usize) -> u16 {
         // SAFETY: page and offset are constants of this file, below the limits.
         unsafe { self.pages.add(page * PAGE + offset).cast::<u16>().read_volatile() }
@@ -124,7 +137,7 @@ fn nowhere(random: &mut Random) -> u64 {
     (0xd000_0000 | random.next() & 0x0fff_ffff) | if high == 0 { random.next() << 32 } else { (high - 1) << 32 }
 }
 
-fn descriptor(machine: &Machine, random: &mut Random, manners: Manners) -> [u8; 16] {
+fn descriptor(machine: &Machine, random: &mut Random, manners: Manners) -> [u64; 2] {
     let ours = machine.frames[BUFFERS + random.below(PAGES - BUFFERS)] + random.below(2048) as u64;
     let mut length = random.below(2048) as u32;
     let mut flags = [0, NEXT, WRITE, NEXT | WRITE, random.next() as u16][random.below(5)];
@@ -138,13 +151,9 @@ fn descriptor(machine: &Machine, random: &mut Random, manners: Manners) -> [u8; 
     encode(address, length, flags, next)
 }
 
-fn encode(address: u64, length: u32, flags: u16, next: u16) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&address.to_le_bytes());
-    bytes[8..12].copy_from_slice(&length.to_le_bytes());
-    bytes[12..14].copy_from_slice(&flags.to_le_bytes());
-    bytes[14..].copy_from_slice(&next.to_le_bytes());
-    bytes
+/// The two halves of a descriptor.
+fn encode(address: u64, length: u32, flags: u16, next: u16) -> [u64; 2] {
+    [address, u64::from(length) | u64::from(flags) << 32 | u64::from(next) << 48]
 }
 
 /// Pages of a queue's rings.
@@ -198,9 +207,12 @@ fn bring_up(machine: &Machine, window: usize, random: &mut Random, manners: Mann
 }
 
 /// The head of what a device takes for a request: of a disk, or of a socket.
-fn request_head(kind: u32, random: &mut Random) -> Vec<u8> {
+fn request_head(kind: u32, random: &mut Random, manners: Manners) -> Vec<u8> {
     let mut head = Vec::new();
-    if kind == 2 {
+    if kind == 2 && manners == Manners::Good {
+        // Read the first two sectors.
+        head.resize(16, 0);
+    } else if kind == 2 {
         let kinds = [0, 0, 1, 1, 4, 8, 11, 13, random.next() as u32];
         head.extend(kinds[random.below(kinds.len())].to_le_bytes());
         head.extend((random.next() as u32).to_le_bytes());
@@ -229,14 +241,14 @@ fn fill(machine: &Machine, window: usize, kind: u32, queue: usize, random: &mut 
     if manners == Manners::Good {
         // Head, data, status: a request of a disk. The same chain has a place to write to for the others.
         let page = |n: usize| machine.frames[BUFFERS + n];
-        machine.store(BUFFERS, 0, &request_head(kind, random));
-        machine.store(descriptors, 0, &encode(page(0), 44, if kind == 4 { WRITE } else { NEXT }, 1));
-        machine.store(descriptors, 16, &encode(page(1), 1024, NEXT | WRITE, 2));
-        machine.store(descriptors, 32, &encode(page(2), 1, WRITE, 0));
+        machine.store(BUFFERS, 0, &request_head(kind, random, manners));
+        machine.store_descriptor(descriptors, 0, encode(page(0), 44, if kind == 4 { WRITE } else { NEXT }, 1));
+        machine.store_descriptor(descriptors, 1, encode(page(1), 1024, NEXT | WRITE, 2));
+        machine.store_descriptor(descriptors, 2, encode(page(2), 1, WRITE, 0));
         if kind == 2 {
-            machine.store(descriptors, 0, &encode(page(0), 16, NEXT, 1));
+            machine.store_descriptor(descriptors, 0, encode(page(0), 16, NEXT, 1));
         } else if kind == 19 {
-            machine.store(descriptors, 0, &encode(page(0), 44, 0, 0));
+            machine.store_descriptor(descriptors, 0, encode(page(0), 44, 0, 0));
         }
         machine.store(available, 4 + usize::from(index % MOST) * 2, &0u16.to_le_bytes());
         machine.store(available, 2, &index.wrapping_add(1).to_le_bytes());
@@ -255,13 +267,13 @@ fn fill(machine: &Machine, window: usize, kind: u32, queue: usize, random: &mut 
     }
     for slot in 0..usize::from(MOST) {
         if random.below(3) != 0 {
-            machine.store(descriptors, slot * 16, &descriptor(machine, random, manners));
+            machine.store_descriptor(descriptors, slot, descriptor(machine, random, manners));
         }
         let head = if random.below(16) == 0 { random.next() as u16 } else { random.below(usize::from(MOST)) as u16 };
         machine.store(available, 4 + slot * 2, &head.to_le_bytes());
     }
     for page in BUFFERS..PAGES {
-        machine.store(page, random.below(2048), &request_head(kind, random));
+        machine.store(page, random.below(2048), &request_head(kind, random, manners));
     }
     let step = if random.below(16) == 0 { random.next() as u16 } else { random.below(8) as u16 };
     machine.store(available, 2, &index.wrapping_add(step).to_le_bytes());
