@@ -3,7 +3,7 @@
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-use vmm_control::{Config, Disk};
+use vmm_control::Config;
 
 /// The words that `bulkhead run` gives every kernel, without a console.
 pub(crate) const CMDLINE: &str =
@@ -72,9 +72,4 @@ pub(crate) fn open(path: &Path) -> File {
 /// A machine without console and disks.
 pub(crate) fn config(vcpus: u8, memory: u64, initrds: u8) -> Config {
     Config { vcpus, memory, cmdline: CMDLINE.into(), initrds, disks: Vec::new(), console: false }
-}
-
-/// A disk of one raw, read-only layer.
-pub(crate) fn raw_disk() -> Disk {
-    Disk { serial: "raw".into(), read_only: true, raw_base: true, layers: 1, queues: 1 }
 }

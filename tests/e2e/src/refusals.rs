@@ -224,7 +224,7 @@ fn a_kvm_without_rights() {
         assert_eq!(fs::read_dir(home.join("runs")).unwrap().filter(|run| is_run(run.as_ref().unwrap())).count(), 0);
         refused
     };
-    fs::set_permissions(&device, fs::Permissions::from_mode(0)).unwrap();
+    fs::set_permissions(&device, fs::Permissions::from_mode(0o000)).unwrap();
     assert_refused(&run(), &["/dev/kvm: permission denied", "no group has the right", "chgrp"]);
     if !root {
         return;
