@@ -2,7 +2,7 @@
 //!
 //! It is hostile on purpose: it has every right that a guest's root has, and uses it. Started with arguments, it is a
 //! command of a guest whose PID 1 is the agent.
-#![allow(clippy::panic)]
+#![allow(clippy::panic, clippy::cast_possible_truncation, clippy::multiple_unsafe_ops_per_block)]
 
 mod ports;
 mod queues;

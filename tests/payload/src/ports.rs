@@ -126,7 +126,7 @@ pub(crate) fn registers(seed: u64) -> bool {
         }
         for _ in 0..4_000 {
             // Mostly registers, and mostly values that mean something to one.
-            let index = (random.next() as usize % count) & !0x3c0 | random.next() as usize % 0x2c;
+            let index = ((random.next() as usize % count) & !0x3c0) | (random.next() as usize % 0x2c);
             let value = random.next();
             write(index, if value & 1 == 0 { value as u32 } else { (value >> 1) as u32 & 0x1f });
         }
