@@ -8,8 +8,10 @@ use std::path::Path;
 
 /// Most bytes of `console.log`. When it is full it becomes `console.log.1`, in place of the one before.
 const MAX_LOG: u64 = 1 << 20;
-/// Most bytes of the console that an error quotes.
-const MAX_TAIL: u64 = 2048;
+/// Most bytes of the console in which the lines to quote are looked for: more than a kernel's last words.
+const MAX_TAIL: u64 = 16 << 10;
+/// How a kernel begins its last words. What comes after, registers and a trace, says less.
+const PANIC: &str = "Kernel panic - not syncing";
 /// Most lines of the console that an error quotes.
 const MAX_TAIL_LINES: usize = 12;
 
@@ -52,7 +54,8 @@ fn new_log(directory: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
 }
 
-/// The last lines of a log, the console's or the VMM's own, fit to print; nothing if there are none.
+/// The last lines of a log, the console's or the VMM's own, or the first of a panic, fit to print; nothing if there are
+/// none.
 pub(super) fn tail(log: &Path) -> Option<String> {
     let mut file = File::open(log).ok()?;
     let length = file.metadata().ok()?.len();
@@ -61,8 +64,9 @@ pub(super) fn tail(log: &Path) -> Option<String> {
     file.take(MAX_TAIL).read_to_end(&mut bytes).ok()?;
     let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<String> = text.lines().map(guest::message::printable).filter(|line| !line.is_empty()).collect();
-    let first = lines.len().saturating_sub(MAX_TAIL_LINES);
-    let lines = lines.get(first..).unwrap_or_default();
+    let panic = lines.iter().rposition(|line| line.contains(PANIC));
+    let first = panic.unwrap_or_else(|| lines.len().saturating_sub(MAX_TAIL_LINES));
+    let lines: Vec<String> = lines.into_iter().skip(first).take(MAX_TAIL_LINES).collect();
     (!lines.is_empty()).then(|| lines.join("\n  "))
 }
 
@@ -85,6 +89,18 @@ mod tests {
         assert!(total <= 2 * (MAX_LOG + 4096), "{total}");
         let tail = tail(&directory.path().join("console.log")).unwrap();
         assert!(tail.ends_with("the \u{fffd}[31mlast"), "{tail:?}");
+    }
+
+    #[test]
+    fn a_panic_is_quoted_from_its_beginning() {
+        let directory = tempfile::tempdir().unwrap();
+        let trace = "[ 1.0]  ? some_function+0x1/0x2\n".repeat(100);
+        let text = format!("{trace}[ 1.0] Kernel panic - not syncing: why\n{trace}[ 1.0] Kernel Offset: disabled\n");
+        let log = directory.path().join("console.log");
+        std::fs::write(&log, text).unwrap();
+        let tail = tail(&log).unwrap();
+        assert!(tail.starts_with("[ 1.0] Kernel panic - not syncing: why\n"), "{tail}");
+        assert_eq!(tail.lines().count(), MAX_TAIL_LINES);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_bind, mount_change};
+use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, unmount};
 use rustix::thread::UnshareFlags;
 
 use crate::Test;
@@ -184,11 +184,29 @@ fn a_kvm_that_only_emulates() {
     );
 }
 
+/// A directory whose content goes with its mount. What is mounted in it is the real thing, so nothing here ever removes a
+/// file.
+struct Place(PathBuf);
+
+impl Place {
+    fn new() -> Self {
+        let place = host::directory().keep();
+        mount("place", &place, "tmpfs", MountFlags::empty(), Some(c"mode=755")).unwrap();
+        Self(place)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        unmount(&self.0, UnmountFlags::DETACH).unwrap();
+        fs::remove_dir(&self.0).unwrap();
+    }
+}
+
 /// Everything that a run needs, where nobody may reach it: the client, and a state directory of theirs.
-fn for_nobody() -> (tempfile::TempDir, PathBuf, PathBuf) {
-    let place = host::directory();
-    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    let [programs, home] = ["programs", "home"].map(|name| place.path().join(name));
+fn for_nobody() -> (Place, PathBuf, PathBuf) {
+    let place = Place::new();
+    let [programs, home] = ["programs", "home"].map(|name| place.0.join(name));
     let kernel = host::newest_kernel().canonicalize().unwrap();
     let image = host::image("busybox").canonicalize().unwrap();
     for (from, to) in [
@@ -210,7 +228,7 @@ fn for_nobody() -> (tempfile::TempDir, PathBuf, PathBuf) {
 fn a_kvm_without_rights() {
     private_mounts();
     let (place, client, home) = for_nobody();
-    let device = place.path().join("kvm");
+    let device = place.0.join("kvm");
     File::create(&device).unwrap();
     mount_bind(&device, "/dev/kvm").unwrap();
     let root = rustix::process::getuid().is_root();
@@ -231,14 +249,14 @@ fn a_kvm_without_rights() {
     }
     let files = [("group", "daemon:x:1:\nkvm:x:777:someone\n"), ("passwd", "dave:x:65534:65534::/:/bin/sh\n")];
     for (name, content) in files {
-        let file = place.path().join(name);
+        let file = place.0.join(name);
         fs::write(&file, content).unwrap();
         mount_bind(&file, format!("/etc/{name}")).unwrap();
     }
     fs::set_permissions(&device, fs::Permissions::from_mode(0o660)).unwrap();
     chown(&device, Some(0), Some(777)).unwrap();
     assert_refused(&run(), &["it belongs to group kvm", "usermod -aG kvm dave"]);
-    fs::write(place.path().join("group"), "kvm:x:777:someone,dave\n").unwrap();
+    fs::write(place.0.join("group"), "kvm:x:777:someone,dave\n").unwrap();
     assert_refused(&run(), &["user dave is in its group kvm", "this process does not have the group"]);
 }
 
