@@ -63,8 +63,11 @@ pub(crate) fn execute(path: &CStr, args: &[CString], env: &[CString]) -> io::Err
         list.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect()
     };
     let (args, env) = (pointers(args), pointers(env));
-    // SAFETY: SIG_DFL installs no handler of ours. Programs expect it; the agent ignores the signal.
-    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    // Programs expect the defaults. The agent itself ignores SIGPIPE, and who started it may have had it ignore others.
+    for signal in 1..=31 {
+        // SAFETY: SIG_DFL installs no handler of ours; two of the signals cannot be set, and need not be.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
     // SAFETY: the path and each element of both lists are C strings that live through the call, and the lists end
     // with a null pointer.
     unsafe { libc::execve(path.as_ptr(), args.as_ptr(), env.as_ptr()) };
