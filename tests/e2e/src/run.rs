@@ -154,9 +154,9 @@ fn streams_stay_apart_and_complete() {
     let bulkhead = Bulkhead::new();
     let _resident = bulkhead.reside("box", &[]);
 
-    let script = "for n in $(seq 20000); do echo out $n; echo err $n >&2; done";
+    let script = "for n in $(seq 5000); do echo out $n; echo err $n >&2; done";
     let both = bulkhead.shell("box", script);
-    let expected = |word: &str| (1..=20_000).map(|n| format!("{word} {n}\n")).collect::<String>();
+    let expected = |word: &str| (1..=5_000).map(|n| format!("{word} {n}\n")).collect::<String>();
     assert!(both.stdout == expected("out"), "standard output: {} bytes", both.stdout.len());
     assert!(both.stderr == expected("err"), "standard error: {} bytes", both.stderr.len());
     // Bytes are bytes.

@@ -58,15 +58,10 @@ fn garbage(seed: u64) {
     queues::misuse(&machine, seed, Manners::Bad, 40);
     ports::mark(23);
     from_every_cpu(seed, |seed| queues::misuse(&machine, seed, Manners::Crowded, 40));
-    // Not at the same time: then a device could come to run with rings anywhere in memory.
-    from_every_cpu(seed, |seed| _ = ports::registers(seed));
     ports::mark(24);
     // The devices still work.
     queues::misuse(&machine, seed, Manners::Good, 1);
     ports::mark(25);
-    // This kernel may not live to see the devices' next interrupts.
-    ports::interrupts(seed);
-    queues::misuse(&machine, seed, Manners::Good, 4);
 }
 
 /// Does it in more threads than there are CPUs, each with a seed of its own.
