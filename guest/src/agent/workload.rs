@@ -282,13 +282,15 @@ fn wait_for_disk(device: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens /dev/null as descriptors 0 to 2, unless they are open: a kernel without a console opens none for PID 1.
+/// Makes descriptors 0 to 2 /dev/null, whatever the kernel or nobody opened there: commands inherit them where they have
+/// no stream of their own, and a read of a console that nobody types on never ends.
 pub(super) fn standard_descriptors() -> rustix::io::Result<()> {
-    loop {
-        let null = open("/dev/null", OFlags::RDWR, Mode::empty())?;
-        if null.as_raw_fd() > 2 {
-            return Ok(());
-        }
+    let null = open("/dev/null", OFlags::RDWR, Mode::empty())?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    rustix::stdio::dup2_stderr(&null)?;
+    if null.as_raw_fd() <= 2 {
         std::mem::forget(null);
     }
+    Ok(())
 }
