@@ -123,14 +123,16 @@ fn garbage(seed: u64) {
     let own = matches!(reason, StopReason::PowerOff | StopReason::Reset { .. } | StopReason::Asked);
     assert!(own, "seed {seed}: {reason:?}");
     assert!(answers > 10, "{answers} answers");
-    assert!(marks.contains(&20) && marks.contains(&21), "seed {seed}: every port; marks {marks:?}");
-    // If it came to its end: three devices; a request of each was served, before the misuse and after it.
-    if reason == StopReason::PowerOff {
-        for mark in [1, 22, 33, 40 + 2, 40 + 4, 23, 24, 25] {
-            assert!(marks.contains(&mark), "seed {seed}: no mark {mark}; marks {marks:?}");
-        }
-        assert!(stats.blocks[0].requests > 0 && stats.blocks[0].failed > 0, "seed {seed}: {stats:?}");
+    // From one CPU, nothing is written but to ports, registers and memory of the payload's own, so it always comes so far:
+    // every port, every register, three devices, a request of each served, and all of their misuse.
+    for mark in [1, 20, 21, 22, 33, 40 + 2, 40 + 4, 23] {
+        assert!(marks.contains(&mark), "seed {seed}: no mark {mark}; marks {marks:?}");
     }
+    // From several at once, it can come to harm by itself. If it did not, the devices work afterwards.
+    if reason == StopReason::PowerOff {
+        assert!(marks.contains(&24) && marks.contains(&25), "seed {seed}; marks {marks:?}");
+    }
+    assert!(stats.blocks[0].requests > 0 && stats.blocks[0].failed > 0, "seed {seed}: {stats:?}");
     let used = fs::metadata(files.path().join("data")).unwrap().blocks() * 512;
     assert!(used <= size, "seed {seed}: {used} bytes on the host");
 }

@@ -203,6 +203,8 @@ fn bring_up(machine: &Machine, window: usize, random: &mut Random, manners: Mann
         set(register::QUEUE_READY, 1);
     }
     set(register::STATUS, 15);
+    // Once more: it runs already, so this is to change nothing.
+    set(register::STATUS, 15);
     queues
 }
 
