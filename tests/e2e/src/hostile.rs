@@ -119,6 +119,11 @@ fn garbage(seed: u64) {
     };
     let marks: Vec<u8> = stats.marks.iter().map(|at| at.mark).collect();
     eprintln!("seed {seed}: {reason:?} after {answers} answers, marks {marks:?}");
+    if reason != StopReason::PowerOff {
+        // What its kernel made of it.
+        let console = fs::read(files.path().join("console")).unwrap();
+        eprintln!("{}", String::from_utf8_lossy(&console[console.len().saturating_sub(4000)..]));
+    }
     // What it does to its own devices and interrupts, its kernel need not survive; the VMM does.
     let own = matches!(reason, StopReason::PowerOff | StopReason::Reset { .. } | StopReason::Asked);
     assert!(own, "seed {seed}: {reason:?}");

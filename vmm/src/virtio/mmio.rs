@@ -183,12 +183,13 @@ impl Transport {
 
     fn write_status(&mut self, value: u32) -> Written {
         let now = self.state.status;
+        // From anywhere else, and from running above all, nothing but a reset leads on.
         let next = match now {
-            status::RESET => status::ACKNOWLEDGED,
-            status::ACKNOWLEDGED => status::DRIVER,
-            status::DRIVER => status::FEATURES_OK,
-            status::FEATURES_OK => status::RUNNING,
-            _ => now,
+            status::RESET => Some(status::ACKNOWLEDGED),
+            status::ACKNOWLEDGED => Some(status::DRIVER),
+            status::DRIVER => Some(status::FEATURES_OK),
+            status::FEATURES_OK => Some(status::RUNNING),
+            _ => None,
         };
         match value {
             status::RESET => {
@@ -202,9 +203,9 @@ impl Transport {
             }
             _ if value & status::FAILED != 0 => self.state.status |= status::FAILED,
             // Features that we did not offer: the bit stays clear, which tells the driver.
-            status::FEATURES_OK if next == value && !self.features_acceptable() => {}
-            status::RUNNING if next == value => self.activate(),
-            _ if next == value => self.state.status = value,
+            status::FEATURES_OK if next == Some(value) && !self.features_acceptable() => {}
+            status::RUNNING if next == Some(value) => self.activate(),
+            _ if next == Some(value) => self.state.status = value,
             _ => {}
         }
         self.update_page();

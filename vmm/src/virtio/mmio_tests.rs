@@ -116,6 +116,27 @@ fn a_running_device_keeps_its_queues() {
     assert_eq!(after.queues, shaped);
 }
 
+/// A device that is started twice would serve its queues from their beginning again, and a disk would wait at its next
+/// reset for more queues than it lent out.
+#[test]
+fn a_running_device_is_not_started_again() {
+    let (mut transport, _, _) = transport();
+    set_up(&mut transport);
+    transport.write(STATUS, 15);
+    let ram = transport.ram.clone();
+    // One buffer of 16 bytes, for the device to fill.
+    for (at, word) in [(0x1000, 0x4000), (0x1008, 16 | 2 << 32), (0x2000, 1 << 16)] {
+        ram.write_obj::<u64>(word, vm_memory::GuestAddress(at)).unwrap();
+    }
+    for served in [1, 0] {
+        ram.write_obj::<u16>(0, vm_memory::GuestAddress(0x3002)).unwrap();
+        let Device::Rng(rng) = &mut transport.device else { unreachable!() };
+        rng.process().unwrap();
+        assert_eq!(ram.read_obj::<u16>(vm_memory::GuestAddress(0x3002)).unwrap(), served);
+        transport.write(STATUS, 15);
+    }
+}
+
 #[test]
 fn a_ready_queue_keeps_its_shape() {
     let (mut transport, _, _) = transport();
