@@ -73,3 +73,26 @@ pub(crate) fn open(path: &Path) -> File {
 pub(crate) fn config(vcpus: u8, memory: u64, initrds: u8) -> Config {
     Config { vcpus, memory, cmdline: CMDLINE.into(), initrds, disks: Vec::new(), console: false }
 }
+
+/// What has been done already in this run of the suite: in the rig a new boot, after its kernel died, goes on with the rest.
+pub(crate) struct Progress(Option<PathBuf>);
+
+impl Progress {
+    /// In the rig, what earlier boots of this run noted. Elsewhere there are none.
+    pub(crate) fn of_this_run() -> Self {
+        Self(std::env::var_os("RIG_OUT").map(|directory| Path::new(&directory).join("passed")))
+    }
+
+    /// Whether this was done before.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        let Self(Some(path)) = self else { return false };
+        std::fs::read_to_string(path).is_ok_and(|text| text.lines().any(|line| line == name))
+    }
+
+    /// Notes that this is done.
+    pub(crate) fn add(&self, name: &str) {
+        let Self(Some(path)) = self else { return };
+        let mut file = File::options().create(true).append(true).open(path).unwrap();
+        std::io::Write::write_all(&mut file, format!("{name}\n").as_bytes()).unwrap();
+    }
+}

@@ -70,7 +70,11 @@ fn garbage_everywhere() {
     let soak = std::env::var_os("BULKHEAD_SOAK").is_some();
     let first = std::env::var("SEED").map_or(1, |seed| seed.parse().unwrap());
     for seed in first..first + if soak { 200 } else { 1 } {
-        garbage(seed);
+        let (progress, name) = (host::Progress::of_this_run(), format!("garbage of seed {seed}"));
+        if !progress.has(&name) {
+            garbage(seed);
+            progress.add(&name);
+        }
     }
 }
 
