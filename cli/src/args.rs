@@ -1,15 +1,13 @@
-//! The command line: what may be said, and what it means before any file is looked at.
+//! The command line: what may be said, and what it means before any file is looked at. Each command's own
+//! options stand with the command.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::time::Duration;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
+use crate::commands::{exec, list, run};
 use crate::units::{parse_duration, parse_size};
-
-/// Guest memory when `-m` does not say.
-const DEFAULT_MEMORY: &str = "1G";
 
 /// Runs untrusted code in a sealed microVM of its own.
 #[derive(Debug, Parser)]
@@ -33,12 +31,12 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Create a run and start it: a command in a microVM of its own
-    Run(Box<Run>),
+    Run(Box<run::Run>),
     /// Run another command in a running run
-    Exec(Exec),
+    Exec(exec::Exec),
     /// List runs
     #[command(visible_aliases = ["ls", "ps"])]
-    List(List),
+    List(list::List),
     /// Print the counters of a running run's VMM, as JSON
     #[command(hide = true)]
     Stats {
@@ -51,175 +49,6 @@ pub(crate) enum Command {
         /// The run's directory
         directory: PathBuf,
     },
-}
-
-/// How a command runs, for `run` and `exec` alike.
-#[derive(Debug, Args)]
-pub(crate) struct Process {
-    /// Pass standard input on to the command; without it, its input is empty
-    #[arg(short, long)]
-    pub(crate) interactive: bool,
-    /// Give the command a terminal; needs one here
-    #[arg(short, long)]
-    pub(crate) tty: bool,
-    /// Set a variable, or pass on one of ours by its name (repeatable)
-    #[arg(short, long = "env", value_name = "NAME[=VALUE]")]
-    pub(crate) env: Vec<String>,
-    /// Working directory, made if it is missing
-    #[arg(short, long, value_name = "PATH", value_parser = workdir)]
-    pub(crate) workdir: Option<String>,
-    /// User, by name or number
-    #[arg(short, long, value_name = "USER[:GROUP]", value_parser = user)]
-    pub(crate) user: Option<String>,
-}
-
-/// `bulkhead run`
-#[derive(Debug, Args)]
-#[command(
-    override_usage = "bulkhead run [OPTIONS] IMAGE [--] [COMMAND [ARG...]]",
-    after_help = "Options end at IMAGE: what follows belongs to the command. Sizes are binary: 4G, 4GB and 4GiB are \
-                  the same.\nA run without --name is removed when it ends; a named one is kept unless --rm is given."
-)]
-pub(crate) struct Run {
-    /// How the command runs.
-    #[command(flatten)]
-    pub(crate) process: Process,
-    /// Number of CPUs, 1 to 32
-    #[arg(long, visible_alias = "cpu", value_name = "N", default_value = "1", value_parser = cpus)]
-    pub(crate) cpus: u8,
-    /// Guest memory, at least 64M
-    #[arg(short, long, value_name = "SIZE", default_value = DEFAULT_MEMORY, value_parser = parse_size)]
-    pub(crate) memory: u64,
-    /// Size of the disk [default: the image's]
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pub(crate) disk: Option<u64>,
-    /// End the run when the command has run for so long: 30s, 15m, 8h
-    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
-    pub(crate) timeout: Option<Duration>,
-    /// Give up when the guest has not booted after so long
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
-    pub(crate) start_timeout: Duration,
-    /// A name for the run, which is then kept when it ends
-    #[arg(long, value_parser = run_name)]
-    pub(crate) name: Option<String>,
-    /// Remove the run when it ends, even if it has a name
-    #[arg(long)]
-    pub(crate) rm: bool,
-    /// Guest kernel [default: the newest]
-    #[arg(long, value_name = "NAME")]
-    pub(crate) kernel: Option<String>,
-    /// Record the guest's serial console in the run's console.log; slows the boot
-    #[arg(long)]
-    pub(crate) console: bool,
-    /// Say nothing but results and errors
-    #[arg(short, long)]
-    pub(crate) quiet: bool,
-    /// More words for the kernel's command line
-    #[arg(long, hide = true, value_name = "WORDS", default_value = "", value_parser = cmdline)]
-    pub(crate) cmdline_extra: String,
-    /// Number of disk layers above the image
-    #[arg(long, hide = true, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u8).range(1..=63))]
-    pub(crate) disk_layers: u8,
-    /// Write the VMM's last counters here, as JSON
-    #[arg(long, hide = true, value_name = "PATH")]
-    pub(crate) stats_file: Option<PathBuf>,
-    /// The image, then the command [default: the image's]
-    #[arg(value_name = "IMAGE [COMMAND]", required = true, num_args = 1.., trailing_var_arg = true)]
-    words: Vec<String>,
-}
-
-impl Run {
-    /// The image and the command's words.
-    pub(crate) fn image_and_command(&self) -> (&str, &[String]) {
-        split(&self.words)
-    }
-}
-
-/// `bulkhead exec`
-#[derive(Debug, Args)]
-#[command(
-    override_usage = "bulkhead exec [OPTIONS] RUN [--] COMMAND [ARG...]",
-    after_help = "Options end at RUN: what follows belongs to the command. Variables, working directory and user are \
-                  the run's\nunless said otherwise. When this client goes away, its command is killed."
-)]
-pub(crate) struct Exec {
-    /// How the command runs.
-    #[command(flatten)]
-    pub(crate) process: Process,
-    /// Id, unique beginning of an id, or name; then the command
-    #[arg(value_name = "RUN COMMAND", required = true, num_args = 2.., trailing_var_arg = true)]
-    words: Vec<String>,
-}
-
-impl Exec {
-    /// The run and the command's words.
-    pub(crate) fn run_and_command(&self) -> (&str, &[String]) {
-        split(&self.words)
-    }
-}
-
-/// The first word and the others, without the `--` that may stand between them. One positional takes
-/// them all, so that options end at the first word: with two, clap goes on looking for options of ours
-/// until the second.
-fn split(words: &[String]) -> (&str, &[String]) {
-    match words {
-        [first, dashes, rest @ ..] if dashes == "--" => (first, rest),
-        [first, rest @ ..] => (first, rest),
-        [] => ("", &[]),
-    }
-}
-
-/// `bulkhead list`
-#[derive(Debug, Args)]
-pub(crate) struct List {
-    /// Ended runs too
-    #[arg(short, long)]
-    pub(crate) all: bool,
-    /// Ids alone
-    #[arg(short, long)]
-    pub(crate) quiet: bool,
-}
-
-fn cpus(text: &str) -> Result<u8, String> {
-    match text.parse::<u64>() {
-        Ok(n @ 1..=32) => u8::try_from(n).map_err(|e| e.to_string()),
-        Ok(n) => Err(format!("{n} is outside 1 to {}", vmm_control::MAX_VCPUS)),
-        Err(_) => Err("not a whole number".to_owned()),
-    }
-}
-
-/// A run's name. Word characters only, so that it is safe in a path, a terminal and a host name.
-fn run_name(text: &str) -> Result<String, String> {
-    let word = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    if text.len() > 63 {
-        return Err("longer than 63 characters".to_owned());
-    }
-    if !text.starts_with(|c: char| c.is_ascii_alphanumeric()) || !text.chars().all(word) {
-        return Err("names begin with a letter or digit and go on with letters, digits, '.', '_' and '-'".to_owned());
-    }
-    Ok(text.to_owned())
-}
-
-fn workdir(text: &str) -> Result<String, String> {
-    match text {
-        _ if !text.starts_with('/') => Err("not an absolute path".to_owned()),
-        _ if text.contains('\0') => Err("has a NUL byte".to_owned()),
-        _ => Ok(text.to_owned()),
-    }
-}
-
-fn user(text: &str) -> Result<String, String> {
-    let fine = |part: &str| !part.is_empty() && !part.contains(|c: char| c.is_control() || c == ':');
-    let (user, group) = text.split_once(':').map_or((text, None), |(user, group)| (user, Some(group)));
-    if fine(user) && group.is_none_or(fine) { Ok(text.to_owned()) } else { Err("not USER or USER:GROUP".to_owned()) }
-}
-
-fn cmdline(text: &str) -> Result<String, String> {
-    if text.chars().all(|c| c == ' ' || c.is_ascii_graphic()) {
-        Ok(text.to_owned())
-    } else {
-        Err("not printable ASCII".to_owned())
-    }
 }
 
 /// What is wrong with a command line, in one line: clap's message and tips, without its usage, which `--help` shows.
@@ -269,6 +98,7 @@ pub(crate) fn misplaced_option(argv: &[OsString], subcommand: &str, words: &[Str
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::commands::run::Run;
 
     fn run(words: &[&str]) -> Result<Run, clap::Error> {
         let cli = Cli::try_parse_from(["bulkhead", "run"].iter().chain(words))?;

@@ -45,10 +45,10 @@ fn main() -> ExitCode {
         }
     };
     let result = match cli.command {
-        Command::Run(run) => commands::run(&run, &argv),
-        Command::Exec(exec) => commands::exec(&exec, &argv),
-        Command::List(list) => commands::list(&list),
-        Command::Stats { run } => commands::stats(&run),
+        Command::Run(run) => commands::run::run(&run, &argv),
+        Command::Exec(exec) => commands::exec::exec(&exec, &argv),
+        Command::List(list) => commands::list::list(&list),
+        Command::Stats { run } => commands::stats::stats(&run),
         Command::Supervise { directory } => supervisor::supervise(directory).map(|()| 0),
     };
     terminal::restore();

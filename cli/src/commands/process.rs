@@ -1,0 +1,71 @@
+//! What `run` and `exec` have in common: how a command runs.
+
+use std::ffi::OsString;
+
+use clap::Args;
+
+use crate::args::misplaced_option;
+use crate::{say, terminal};
+
+/// How a command runs, for `run` and `exec` alike.
+#[derive(Debug, Args)]
+pub(crate) struct Process {
+    /// Pass standard input on to the command; without it, its input is empty
+    #[arg(short, long)]
+    pub(crate) interactive: bool,
+    /// Give the command a terminal; needs one here
+    #[arg(short, long)]
+    pub(crate) tty: bool,
+    /// Set a variable, or pass on one of ours by its name (repeatable)
+    #[arg(short, long = "env", value_name = "NAME[=VALUE]")]
+    pub(crate) env: Vec<String>,
+    /// Working directory, made if it is missing
+    #[arg(short, long, value_name = "PATH", value_parser = workdir)]
+    pub(crate) workdir: Option<String>,
+    /// User, by name or number
+    #[arg(short, long, value_name = "USER[:GROUP]", value_parser = user)]
+    pub(crate) user: Option<String>,
+}
+
+/// The first word and the others, without the `--` that may stand between them. One positional takes
+/// them all, so that options end at the first word: with two, clap goes on looking for options of ours
+/// until the second.
+pub(super) fn split(words: &[String]) -> (&str, &[String]) {
+    match words {
+        [first, dashes, rest @ ..] if dashes == "--" => (first, rest),
+        [first, rest @ ..] => (first, rest),
+        [] => ("", &[]),
+    }
+}
+
+/// A terminal for the command is one here: its size and its keys come from it.
+pub(super) fn check_terminal(process: &Process) -> Result<(), String> {
+    if process.tty && !terminal::is_here() {
+        return Err("the input device is not a TTY".to_owned());
+    }
+    Ok(())
+}
+
+pub(super) fn warn_of_misplaced(argv: &[OsString], subcommand: &str, command: &[String]) {
+    if let Some(option) = misplaced_option(argv, subcommand, command) {
+        say(&format!(
+            "warning: {option} stands after the {} and so belongs to the command; options of bulkhead go before it \
+             (write -- to silence this)",
+            if subcommand == "run" { "image" } else { "run" }
+        ));
+    }
+}
+
+fn workdir(text: &str) -> Result<String, String> {
+    match text {
+        _ if !text.starts_with('/') => Err("not an absolute path".to_owned()),
+        _ if text.contains('\0') => Err("has a NUL byte".to_owned()),
+        _ => Ok(text.to_owned()),
+    }
+}
+
+fn user(text: &str) -> Result<String, String> {
+    let fine = |part: &str| !part.is_empty() && !part.contains(|c: char| c.is_control() || c == ':');
+    let (user, group) = text.split_once(':').map_or((text, None), |(user, group)| (user, Some(group)));
+    if fine(user) && group.is_none_or(fine) { Ok(text.to_owned()) } else { Err("not USER or USER:GROUP".to_owned()) }
+}
