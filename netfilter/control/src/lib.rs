@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod cidr;
+pub mod classify;
 mod name;
 mod policy;
 
