@@ -35,7 +35,7 @@ pub struct EventLoop {
 #[derive(Debug)]
 struct Running {
     // Dropped last: it keeps the eventfds' registrations alive.
-    _vm: kvm_ioctls::VmFd,
+    _vm: Arc<kvm_ioctls::VmFd>,
     _absorbed: Vec<EventFd>,
     shared: Arc<Shared>,
     transports: Vec<Transport>,

@@ -8,6 +8,7 @@ pub mod acpi;
 pub mod boot;
 pub mod cpuid;
 pub mod event_loop;
+pub mod interrupt;
 pub mod layout;
 pub mod machine;
 pub mod mailbox;

@@ -13,6 +13,7 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 use vmm_control::{Config, MAX_CMDLINE, MAX_DISKS, MAX_INITRDS, MAX_LAYERS, MAX_VCPUS, MIN_MEMORY};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::interrupt::Pin;
 use crate::mailbox::Mailbox;
 use crate::memory::{self, MemoryError, Ram};
 use crate::serial::Serial;
@@ -100,7 +101,7 @@ pub struct Console {
 #[derive(Debug)]
 pub struct Machine {
     /// Keeps the VM, and with it every registration, alive.
-    pub vm: VmFd,
+    pub vm: Arc<VmFd>,
     /// One for each vCPU.
     pub vcpus: Vec<VcpuFd>,
     /// Shared by the vCPUs.
@@ -128,6 +129,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
     check(config)?;
     let mut parts = Parts::take(config, descriptors)?;
     let (kvm_fd, vm) = create_vm(parts.kvm)?;
+    let vm = Arc::new(vm);
     let ram = memory::guest_ram(config.memory)?;
     let devices = FIRST_DISK.saturating_add(config.disks.len());
     let pages = Arc::new(memory::device_pages(devices.saturating_mul(layout::VIRTIO_PAGE))?);
@@ -293,7 +295,7 @@ fn map_memory(vm: &VmFd, ram: &Ram, pages: &MmapRegion<()>) -> Result<(), Machin
 
 /// Puts devices into the machine: register page, interrupt, kicks.
 struct Wiring<'a> {
-    vm: &'a VmFd,
+    vm: &'a Arc<VmFd>,
     ram: &'a Ram,
     pages: &'a Arc<MmapRegion<()>>,
     transports: Vec<Transport>,
@@ -349,7 +351,7 @@ impl Wiring<'_> {
             index: u8::try_from(index).unwrap_or(u8::MAX),
             id,
             ram: self.ram.clone(),
-            interrupt: Arc::new(self.interrupt()?),
+            interrupt: Arc::new(Pin::new(self.vm.clone(), self.gsi())),
             mailbox: mailbox.clone(),
             counters: Arc::new(Counters::default()),
         };
@@ -371,10 +373,14 @@ impl Wiring<'_> {
         (self.transports.len() as u64).saturating_mul(layout::VIRTIO_WINDOW).saturating_add(layout::VIRTIO_BASE)
     }
 
+    /// The pin of the device that is being added.
+    fn gsi(&self) -> u32 {
+        layout::VIRTIO_GSI.saturating_add(u32::try_from(self.transports.len()).unwrap_or(u32::MAX))
+    }
+
     fn interrupt(&self) -> Result<EventFd, MachineError> {
-        let gsi = layout::VIRTIO_GSI.saturating_add(u32::try_from(self.transports.len()).unwrap_or(u32::MAX));
         let interrupt = io("eventfd", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
-        kvm("KVM_IRQFD", self.vm.register_irqfd(&interrupt, gsi))?;
+        kvm("KVM_IRQFD", self.vm.register_irqfd(&interrupt, self.gsi()))?;
         Ok(interrupt)
     }
 
