@@ -30,7 +30,6 @@ mod register {
 /// Descriptor flags.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
-const INDIRECT: u16 = 4;
 
 const PAGE: usize = 4096;
 const WINDOWS: usize = 18;
@@ -148,8 +147,6 @@ fn descriptor(machine: &Machine, random: &mut Random, manners: Manners) -> [u64;
         length = random.next() as u32;
         flags &= !WRITE;
     }
-    // A table of its own may lie in a page with anything in it, so also with a place to write to that is not ours.
-    flags &= !INDIRECT;
     let next = if random.below(8) == 0 { random.next() as u16 } else { random.below(usize::from(MOST)) as u16 };
     encode(address, length, flags, next)
 }

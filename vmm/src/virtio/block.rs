@@ -20,6 +20,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vmm_control::{BlockStats, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::chain::Chain;
 use super::device::Reset;
 use super::notify::wants_interrupt;
 use super::request::{ID_LENGTH, MAX_DESCRIPTORS, MAX_RANGE_SECTORS, MAX_RANGES, Outcome, Request, SECTOR, io_error};
@@ -300,7 +301,7 @@ impl Server {
             let (mut untold, mut batch) = (0u16, half_of_waiting(ram, queue)?);
             while let Some(chain) = queue.iter(ram).map_err(|_| Pause::Broken)?.next() {
                 let head = chain.head_index();
-                let request = Request::parse(chain, ram);
+                let request = Request::parse(Chain::new(ram, queue, head), ram);
                 if untold > 0 && request.as_ref().is_some_and(|request| self.may_take_long(request)) {
                     self.tell_guest(queue)?;
                     untold = 0;

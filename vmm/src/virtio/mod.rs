@@ -1,6 +1,7 @@
 //! virtio devices and their transport.
 
 pub mod block;
+pub mod chain;
 pub mod device;
 pub mod iovec;
 pub mod mmio;

@@ -9,9 +9,9 @@ use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT,
     VIRTIO_BLK_T_WRITE_ZEROES,
 };
-use virtio_queue::DescriptorChain;
 use vm_memory::{Bytes, GuestMemoryBackend, VolatileSlice};
 
+use super::chain::Chain;
 use super::iovec::GuestBuffer;
 use crate::memory::Ram;
 
@@ -64,13 +64,10 @@ pub struct Outcome {
 
 impl<'a> Request<'a> {
     /// Parses a chain. `None`: it has no header or no status byte, so it cannot be answered.
-    pub fn parse(chain: DescriptorChain<&'a Ram>, ram: &'a Ram) -> Option<Self> {
+    pub fn parse(chain: Chain<'a, Ram>, ram: &'a Ram) -> Option<Self> {
         let (mut input, mut output) = (GuestBuffer::default(), GuestBuffer::default());
-        for (count, descriptor) in chain.enumerate() {
-            // The virtio-queue crate follows indirect tables, longer than any queue, though we do not offer them.
-            if count >= usize::from(MAX_DESCRIPTORS) {
-                return None;
-            }
+        for descriptor in chain {
+            let descriptor = descriptor.ok()?;
             let length = usize::try_from(descriptor.len()).ok()?;
             let slice = ram.get_slice(descriptor.addr(), length).ok()?;
             if descriptor.is_write_only() {

@@ -6,6 +6,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::chain::Chain;
 use super::device::Reset;
 use super::notify::wants_interrupt;
 use crate::memory::Ram;
@@ -83,7 +84,8 @@ impl Rng {
             let Some(chain) = queue.iter(&self.ram).map_err(|_| Broken)?.next() else { break };
             let head = chain.head_index();
             let mut bytes = [0; MAX_BYTES];
-            let buffer = chain.into_iter().take(usize::from(QUEUE_SIZE)).find(|descriptor| descriptor.is_write_only());
+            let mut descriptors = Chain::new(&self.ram, queue, head).map_while(Result::ok);
+            let buffer = descriptors.find(|descriptor| descriptor.is_write_only());
             let filled = buffer.and_then(|descriptor| {
                 let length = usize::try_from(descriptor.len()).ok()?.min(MAX_BYTES);
                 let slice = self.ram.get_slice(descriptor.addr(), length).ok()?;

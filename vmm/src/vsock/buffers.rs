@@ -8,12 +8,13 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use virtio_queue::DescriptorChain;
-use virtio_queue::desc::split::Descriptor;
+use virtio_queue::Queue;
 use vm_memory::bitmap::BS;
 use vm_memory::{
     GuestMemory, GuestMemoryError, Permissions, ReadVolatile, VolatileMemoryError, VolatileSlice, WriteVolatile,
 };
+
+use crate::virtio::chain::{BrokenChain, Chain};
 
 /// Descriptors in a chain. Linux uses at most 19 for a packet: the header, and as many fragments as a
 /// socket buffer has, and one.
@@ -22,8 +23,8 @@ const MAX_DESCRIPTORS: usize = 64;
 /// Why a chain is not usable.
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
-    /// A descriptor lies outside of the table.
-    #[error("descriptor chain {head} is empty or breaks off")]
+    /// It loops, leaves its table, or refers to another.
+    #[error("descriptor chain {head} loops, leaves its table, or refers to another")]
     Broken {
         /// Index of its first descriptor.
         head: u16,
@@ -70,12 +71,11 @@ pub(super) struct Buffers<'m, M: GuestMemory> {
 }
 
 impl<'m, M: GuestMemory> Buffers<'m, M> {
-    /// The buffers of `chain`, all of which must be for `access`.
-    pub(super) fn new(mem: &'m M, chain: DescriptorChain<&M>, access: Permissions) -> Result<Self, ChainError> {
-        let head = chain.head_index();
+    /// The buffers of the chain of `queue` that begins at `head`, all of which must be for `access`.
+    pub(super) fn new(mem: &'m M, queue: &Queue, head: u16, access: Permissions) -> Result<Self, ChainError> {
         let mut slices = Vec::with_capacity(2);
-        let mut last: Option<Descriptor> = None;
-        for (count, descriptor) in chain.enumerate() {
+        for (count, descriptor) in Chain::new(mem, queue, head).enumerate() {
+            let descriptor = descriptor.map_err(|BrokenChain| ChainError::Broken { head })?;
             if count >= MAX_DESCRIPTORS {
                 return Err(ChainError::TooLong { head });
             }
@@ -89,13 +89,8 @@ impl<'m, M: GuestMemory> Buffers<'m, M> {
             for part in parts {
                 slices.push(part.map_err(memory)?);
             }
-            last = Some(descriptor);
         }
-        // The iterator ends in silence where a chain breaks; its last descriptor tells.
-        match last {
-            Some(descriptor) if !descriptor.has_next() => Ok(Self { head, slices }),
-            _ => Err(ChainError::Broken { head }),
-        }
+        Ok(Self { head, slices })
     }
 
     /// Bytes that are left.

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
 use rustix::io::Errno;
-use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestMemory, Permissions};
 
 use super::buffers::{Buffers, ChainError};
@@ -229,7 +229,7 @@ impl Vsock {
                 return Ok(used && wants_interrupt(mem, queue)?);
             };
             let head = chain.head_index();
-            bytes = bytes.saturating_add(self.take_packet(mem, chain)?);
+            bytes = bytes.saturating_add(self.take_packet(mem, queue, head)?);
             queue.add_used(mem, head, 0)?;
             used = true;
             if bytes > BYTE_BUDGET {
@@ -241,9 +241,8 @@ impl Vsock {
     }
 
     /// Takes one packet; returns the length of its payload.
-    fn take_packet<M: GuestMemory>(&mut self, mem: &M, chain: DescriptorChain<&M>) -> Result<usize, Error> {
-        let head = chain.head_index();
-        let mut front = Buffers::new(mem, chain, Permissions::Read)?;
+    fn take_packet<M: GuestMemory>(&mut self, mem: &M, queue: &Queue, head: u16) -> Result<usize, Error> {
+        let mut front = Buffers::new(mem, queue, head, Permissions::Read)?;
         let mut payload = front.split_off(HEADER_SIZE)?;
         let mut bytes = [0; HEADER_SIZE];
         front.copy_to(&mut bytes);
@@ -327,7 +326,7 @@ impl Vsock {
                 break;
             };
             let head = chain.head_index();
-            let mut front = Buffers::new(mem, chain, Permissions::Write)?;
+            let mut front = Buffers::new(mem, queue, head, Permissions::Write)?;
             let body = front.split_off(HEADER_SIZE)?;
             if body.len() == 0 {
                 return Err(Error::Chain(ChainError::Short {
@@ -397,7 +396,7 @@ impl Vsock {
                     return Ok(false);
                 };
                 let head = chain.head_index();
-                let mut buffer = Buffers::new(mem, chain, Permissions::Write)?;
+                let mut buffer = Buffers::new(mem, queue, head, Permissions::Write)?;
                 buffer.split_off(TRANSPORT_RESET.len())?;
                 buffer.copy_from(&TRANSPORT_RESET);
                 self.reset = TransportReset::Told(queue.avail_idx(mem, Ordering::Acquire)?.0);
