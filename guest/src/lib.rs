@@ -1,6 +1,8 @@
 //! The guest agent and its protocol, both ends.
 //!
 //! - [`message`], [`frame`] and [`window`] are the protocol: pure, no descriptors, no clock.
+//! - [`build`] is what a machine that builds an image says on top of the protocol.
+//! - [`archive`] reads tar archives: pure as well, for both ends.
 //! - [`host`] is the supervisor's end. Everything that it reads is hostile.
 //! - [`agent`] is the guest's end, PID 1 of the machine.
 //!
@@ -9,6 +11,8 @@
 #![deny(unsafe_code)]
 
 pub mod agent;
+pub mod archive;
+pub mod build;
 pub mod frame;
 pub mod host;
 pub mod message;

@@ -12,7 +12,8 @@ use std::{env, path::Path};
 #[unsafe(no_mangle)]
 pub extern "C" fn main() -> i32 {
     if std::process::id() == 1 {
-        guest::agent::boot();
+        // The kernel hands on the words after `--` on its command line.
+        guest::agent::boot(env::args_os().skip(1).any(|word| word == guest::build::BUILDER_WORD));
     }
     let args: Vec<_> = env::args_os().skip(1).collect();
     match args.iter().map(Path::new).collect::<Vec<_>>()[..] {

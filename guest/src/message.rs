@@ -12,7 +12,7 @@ pub const AGENT_PORT: u32 = 1024;
 pub const VERSIONS: &[u32] = &[1];
 
 /// What this agent can do beyond the bare protocol version. A host checks here before it uses one.
-pub const CAPABILITIES: &[&str] = &["exec", "pty", "tar", "sync", "poweroff"];
+pub const CAPABILITIES: &[&str] = &["exec", "pty", "tar", "sync", "poweroff", "build-image"];
 
 /// Execs that exist at once, running or not yet released. More are refused.
 pub const MAX_EXECS: usize = 64;
@@ -241,6 +241,11 @@ pub enum ExecKind {
         /// What from, in the workload's file system.
         path: String,
     },
+    /// Unpacks the layers that come on stdin into the empty root of a builder machine: see [`build`](crate::build).
+    BuildImage {
+        /// Whether names may be whiteouts; if not, there is one archive, and its names are names.
+        layered: bool,
+    },
 }
 
 impl Default for ExecKind {
@@ -419,11 +424,11 @@ pub enum SpecError {
     /// limit {0:?}: soft is above hard
     #[error("limit {0:?}: soft is above hard")]
     Limit(Resource),
-    /// a tar exec has no terminal
-    #[error("a tar exec has no terminal")]
+    /// tar and build execs have no terminal
+    #[error("tar and build execs have no terminal")]
     TarTerminal,
-    /// tar-extract needs stdin
-    #[error("tar-extract needs stdin")]
+    /// tar-extract and build-image need stdin
+    #[error("tar-extract and build-image need stdin")]
     TarStdin,
 }
 
@@ -443,6 +448,9 @@ impl ExecSpec {
                 }
                 no_nul("an argument", args)?;
             }
+            ExecKind::BuildImage { .. } if self.terminal.is_some() => return Err(SpecError::TarTerminal),
+            ExecKind::BuildImage { .. } if !self.stdin => return Err(SpecError::TarStdin),
+            ExecKind::BuildImage { .. } => {}
             ExecKind::TarExtract { dir: path } | ExecKind::TarCreate { path } => {
                 no_nul("the tar path", [path])?;
                 if !path.starts_with('/') {

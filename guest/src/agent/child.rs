@@ -1,7 +1,7 @@
 //! What a forked copy of the agent does on its way to become a command: into the workload's namespaces (the cgroup it
 //! was born in), user, limits, terminal, directory, and then the program itself.
 
-use super::{tarball, user};
+use super::{image, tarball, user};
 use crate::{
     message::{ExecKind, ExecSpec, Resource, Rlimit, StartFailure},
     sys,
@@ -71,6 +71,8 @@ pub(super) struct Place<'a> {
     /// A pidfd of a process in the namespaces to enter.
     pub(super) namespaces: BorrowedFd<'a>,
     pub(super) hostname: String,
+    /// Whether the root is an image that is being made.
+    pub(super) is_builder: bool,
 }
 
 /// Becomes the command.
@@ -113,18 +115,31 @@ fn start(spec: &ExecSpec, ends: &Ends, place: &Place<'_>) -> Result<std::convert
 
     match &spec.kind {
         ExecKind::Command { args } => execute(args, &environment(spec, &identity.home, &place.hostname)),
+        // Nothing else may run in a builder: the root is only whole at the end.
+        ExecKind::BuildImage { layered } if !place.is_builder => {
+            let message = format!("build-image (layered: {layered}): this machine is no builder");
+            Err(Failure::new(StartFailure::Other, message))
+        }
+        ExecKind::BuildImage { layered } => {
+            work_as("bulkhead-build", ends);
+            sys::exit_now(image::build(*layered).into())
+        }
         ExecKind::TarExtract { dir } => finish("bulkhead-untar", ends, || tarball::extract(Path::new(dir))),
         ExecKind::TarCreate { path } => finish("bulkhead-tar", ends, || tarball::create(path)),
     }
 }
 
-/// Runs work of our own in place of a program. The status pipe is closed, so the agent sees the work as started.
-fn finish(name: &str, ends: &Ends, work: impl FnOnce() -> io::Result<()>) -> ! {
+/// Begins work of our own in place of a program. The status pipe is closed, so the agent sees the work as started.
+fn work_as(name: &str, ends: &Ends) {
     if let Ok(name) = CString::new(name) {
         let _ = rustix::thread::set_name(&name);
     }
     sys::close_all_but(&[]);
     let _ = ends;
+}
+
+fn finish(name: &str, ends: &Ends, work: impl FnOnce() -> io::Result<()>) -> ! {
+    work_as(name, ends);
     match work() {
         Ok(()) => sys::exit_now(0),
         Err(error) => {

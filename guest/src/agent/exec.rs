@@ -154,6 +154,7 @@ impl Exec {
         let place = Place {
             namespaces: workload.namespaces(),
             hostname: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            is_builder: workload.is_builder(),
         };
         let ends = Ends { stdio, status: child_status };
         let no_process = |e| Failure::new(StartFailure::NoResources, format!("cannot make a process: {e}"));

@@ -34,10 +34,11 @@ const ORDER: &str = "/modules/order";
 
 const MODULE_COMPRESSED: i32 = 4;
 
-/// Runs the machine as its PID 1, from the kernel's first instruction in user space to its power-off.
-pub fn boot() -> ! {
+/// Runs the machine as its PID 1, from the kernel's first instruction in user space to its power-off. `builder`: its
+/// disk is an image that is being made.
+pub fn boot(builder: bool) -> ! {
     sys::mark(1);
-    if let Err(error) = run() {
+    if let Err(error) = run(builder) {
         note(&format!("bulkhead-guest: {error}"));
     }
     rustix::fs::sync();
@@ -59,7 +60,7 @@ fn failed<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Boot
     move |error| BootError { what: what.into(), error: error.into() }
 }
 
-fn run() -> Result<(), BootError> {
+fn run(builder: bool) -> Result<(), BootError> {
     for (kind, at) in [("devtmpfs", "/dev"), ("cgroup2", CGROUPS)] {
         // The directory may be in the initramfs already; if it cannot be made, the mount says so.
         let _ = fs::create_dir(at);
@@ -72,7 +73,9 @@ fn run() -> Result<(), BootError> {
     if let Err(error) = sys::loopback_up() {
         note(&format!("bulkhead-guest: loopback: {error}"));
     }
-    let workload = Workload::start(&Root::Disk(PathBuf::from(DISK)), Some(Path::new(CGROUPS)))
+    let disk = PathBuf::from(DISK);
+    let root = if builder { Root::Builder(disk) } else { Root::Disk(disk) };
+    let workload = Workload::start(&root, Some(Path::new(CGROUPS)))
         .map_err(|e| BootError { what: "workload".into(), error: io::Error::other(e) })?;
     // A console of another VMM, for comparing boot times; ours has none.
     if let Ok(mut console) = OpenOptions::new().write(true).custom_flags(libc::O_NOCTTY).open("/dev/hvc0") {

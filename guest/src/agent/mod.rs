@@ -4,6 +4,7 @@ mod cgroup;
 mod child;
 mod connection;
 mod exec;
+mod image;
 mod machine;
 mod requests;
 mod server;

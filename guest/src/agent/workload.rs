@@ -35,6 +35,9 @@ const DISK_WAIT: Duration = Duration::from_secs(10);
 pub(super) enum Root {
     /// A block device with ext4. It is ours alone: it is unmounted at the end.
     Disk(PathBuf),
+    /// A block device with an empty ext4 that becomes an image. Nothing but the builder's own work runs there, and
+    /// nothing is put into it.
+    Builder(PathBuf),
     /// A directory, for running the agent without a machine. At the end nothing is done to it.
     Directory(PathBuf),
 }
@@ -93,6 +96,10 @@ impl Workload {
 
     pub(super) fn namespaces(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()
+    }
+
+    pub(super) fn is_builder(&self) -> bool {
+        matches!(self.root, Root::Builder(_))
     }
 
     /// Reads PID 1's report, when there is one.
@@ -198,6 +205,9 @@ fn furnish(root: &Root, cgroups: bool, terminals: &OwnedFd) -> Result<(), Worklo
     rustix::process::chroot(".").map_err(failed("chroot"))?;
     std::env::set_current_dir("/").map_err(failed("new root"))?;
 
+    if matches!(root, Root::Builder(_)) {
+        return Ok(());
+    }
     // From here on paths are the image's. A symbolic link in it leads to somewhere in it.
     let sealed = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
     put("proc", "/proc", sealed, c"")?;
@@ -219,14 +229,12 @@ fn furnish(root: &Root, cgroups: bool, terminals: &OwnedFd) -> Result<(), Worklo
 
 fn mount_root(root: &Root) -> Result<PathBuf, WorkloadError> {
     match root {
+        Root::Builder(device) => {
+            let flags = MountFlags::NOATIME | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+            Ok(mount_disk(device, flags)?.to_owned())
+        }
         Root::Disk(device) => {
-            wait_for_disk(device).map_err(failed(format!("root disk {}", device.display())))?;
-            let at = Path::new("/newroot");
-            make_dir("/newroot")?;
-            // noinit_itable: zeroing inode tables that the image left for later would write into every new disk.
-            // discard: what the workload deletes is given back to the host.
-            mount(device, at, "ext4", MountFlags::NOATIME, c"discard,noinit_itable")
-                .map_err(failed(format!("mount root disk {} as ext4", device.display())))?;
+            let at = mount_disk(device, MountFlags::NOATIME)?;
             grow(device, at).map_err(failed(format!("grow the file system of {}", device.display())))?;
             Ok(at.to_owned())
         }
@@ -239,6 +247,17 @@ fn mount_root(root: &Root) -> Result<PathBuf, WorkloadError> {
             Ok(directory.clone())
         }
     }
+}
+
+fn mount_disk(device: &Path, flags: MountFlags) -> Result<&'static Path, WorkloadError> {
+    const AT: &str = "/newroot";
+    wait_for_disk(device).map_err(failed(format!("root disk {}", device.display())))?;
+    make_dir(AT)?;
+    // noinit_itable: zeroing inode tables that the image left for later would write into every new disk.
+    // discard: what is deleted is given back to the host.
+    mount(device, AT, "ext4", flags, c"discard,noinit_itable")
+        .map_err(failed(format!("mount root disk {} as ext4", device.display())))?;
+    Ok(Path::new(AT))
 }
 
 /// Gives the file system all of its disk, which `--disk` may have made larger than the image. With nothing to do it
