@@ -10,7 +10,7 @@ pub(super) const VERSION: u32 = 1;
 const BLOCK_SIZE: u32 = 4096;
 const HEADER: usize = 4096;
 const CHUNK_LEN: u64 = CHUNK as u64;
-const CHUNK_BYTES: u64 = BLOCK * CHUNK_LEN;
+pub(super) const CHUNK_BYTES: u64 = BLOCK * CHUNK_LEN;
 const CHECKED: usize = HEADER - size_of::<u64>();
 
 /// What a layer says about a block.
@@ -130,17 +130,7 @@ pub(super) fn read_map<F: HostFile>(map: &F, data_size: u64, layer: u8, index: &
         let page = data.saturating_sub(HEADER as u64) / CHUNK_LEN;
         let Ok(chunk) = usize::try_from(page) else { break };
         let offset = page_offset(chunk);
-        let mut bytes = [0; CHUNK];
-        if read_full(map, &mut bytes, offset).map_err(LayerError::io("read the map"))? == 0 {
-            break;
-        }
-        // Without an early exit, the compiler makes wide comparisons of it.
-        if bytes.iter().fold(0, |highest, byte| highest.max(*byte)) > State::Zero as u8 {
-            let bad = (0..).zip(bytes).find(|(_, byte)| *byte > State::Zero as u8);
-            let (position, state) = bad.unwrap_or_default();
-            return Err(LayerError::State { state, offset: offset.saturating_add(position) });
-        }
-        let states = bytes.map(State::from_byte);
+        let Some(states) = read_page(map, offset)? else { break };
         if let Some(last) = states.iter().rposition(|state| *state == State::Data) {
             let first = page.saturating_mul(CHUNK_LEN);
             needed = first.saturating_add(last as u64).saturating_add(1).saturating_mul(BLOCK);
@@ -152,6 +142,27 @@ pub(super) fn read_map<F: HostFile>(map: &F, data_size: u64, layer: u8, index: &
         return Err(LayerError::DataLength { found: data_size, needed });
     }
     Ok(())
+}
+
+/// The states of a chunk's blocks; absent, where the map ends.
+pub(super) fn read_states<F: HostFile>(map: &F, chunk: u64) -> Result<[State; CHUNK], LayerError> {
+    let offset = page_offset(usize::try_from(chunk).unwrap_or(usize::MAX));
+    Ok(read_page(map, offset)?.unwrap_or([State::Absent; CHUNK]))
+}
+
+/// A page of the map; nothing beyond its end.
+fn read_page<F: HostFile>(map: &F, offset: u64) -> Result<Option<[State; CHUNK]>, LayerError> {
+    let mut bytes = [0; CHUNK];
+    if read_full(map, &mut bytes, offset).map_err(LayerError::io("read the map"))? == 0 {
+        return Ok(None);
+    }
+    // Without an early exit, the compiler makes wide comparisons of it.
+    if bytes.iter().fold(0, |highest, byte| highest.max(*byte)) > State::Zero as u8 {
+        let bad = (0..).zip(bytes).find(|(_, byte)| *byte > State::Zero as u8);
+        let (position, state) = bad.unwrap_or_default();
+        return Err(LayerError::State { state, offset: offset.saturating_add(position) });
+    }
+    Ok(Some(bytes.map(State::from_byte)))
 }
 
 /// Lays a raw image of `size` bytes over the index. What is finer than a chunk counts as data even where it is a

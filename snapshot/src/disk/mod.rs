@@ -37,6 +37,7 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 mod error;
+mod flatten;
 mod flush;
 mod host;
 mod index;
@@ -51,6 +52,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use error::{DiskError, LayerError};
+pub use flatten::flatten;
 pub use host::{Buffer, Bytes, HostFile};
 pub use layer::create_layer;
 

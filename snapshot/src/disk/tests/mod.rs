@@ -2,6 +2,7 @@
 
 mod crash;
 mod files;
+mod flatten;
 mod model;
 mod requests;
 mod sim;
