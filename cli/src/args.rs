@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{exec, list, run};
+use crate::image::ImageCommand;
 use crate::units::{parse_duration, parse_size};
 
 /// Runs untrusted code in a sealed microVM of its own.
@@ -37,6 +38,9 @@ pub(crate) enum Command {
     /// List runs
     #[command(visible_aliases = ["ls", "ps"])]
     List(list::List),
+    /// Images: make, list, look at, remove
+    #[command(subcommand)]
+    Image(ImageCommand),
     /// Print the counters of a running run's VMM, as JSON
     #[command(hide = true)]
     Stats {

@@ -5,7 +5,6 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 /// Most bytes of a JSON file that we read.
@@ -87,41 +86,6 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, HomeError
 #[derive(Debug, Clone)]
 pub(crate) struct Home(PathBuf);
 
-/// An image, as it lies in the state directory.
-#[derive(Debug)]
-pub(crate) struct Image {
-    /// Its name.
-    pub(crate) name: String,
-    /// The root file system: a raw ext4 image.
-    pub(crate) root: PathBuf,
-    /// The root file system's size in bytes.
-    pub(crate) size: u64,
-    /// What a command in it runs with unless told otherwise.
-    pub(crate) config: ImageConfig,
-}
-
-/// The part of an image's configuration that we honour; the names are OCI's.
-#[derive(Debug, Clone, Default, Deserialize)]
-#[serde(default)]
-pub(crate) struct ImageConfig {
-    /// Variables.
-    pub(crate) env: Vec<String>,
-    /// The arguments, or the command where there is no entry point.
-    pub(crate) cmd: Vec<String>,
-    /// What goes before every command.
-    pub(crate) entrypoint: Vec<String>,
-    /// Working directory.
-    pub(crate) workdir: Option<String>,
-    /// User.
-    pub(crate) user: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct ImageFile {
-    #[serde(default)]
-    config: ImageConfig,
-}
-
 /// A kernel, as it lies in the state directory.
 #[derive(Debug)]
 pub(crate) struct Kernel {
@@ -162,16 +126,6 @@ impl Home {
     /// The directory itself.
     pub(crate) fn path(&self) -> &Path {
         &self.0
-    }
-
-    /// An image by its name.
-    pub(crate) fn image(&self, name: &str) -> Result<Image, HomeError> {
-        let directory = self.0.join("images");
-        let own = find_entry("image", &directory, name)?;
-        let root = own.join("root.img");
-        let size = std::fs::metadata(&root).map_err(at(&root))?.len();
-        let config = read_json::<ImageFile>(&own.join("image.json"))?.config;
-        Ok(Image { name: name.to_owned(), root, size, config })
     }
 
     /// A kernel by its name, or the newest.
@@ -244,14 +198,18 @@ fn find_entry(kind: &'static str, directory: &Path, name: &str) -> Result<PathBu
     if !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']) && path.is_dir() {
         return Ok(path);
     }
-    let known = entries(directory);
-    let near = nearest(name, &known);
-    let hint = match (near.as_slice(), known.as_slice()) {
+    Err(unknown(kind, directory, name, &entries(directory)))
+}
+
+/// What to say of an image or kernel that is not there: what comes near.
+pub(crate) fn unknown(kind: &'static str, directory: &Path, name: &str, known: &[String]) -> HomeError {
+    let near = nearest(name, known);
+    let hint = match (near.as_slice(), known) {
         (_, []) => format!("; there is no {kind} yet"),
         ([], known) => format!("; there are: {}", known.iter().take(8).cloned().collect::<Vec<_>>().join(", ")),
         (near, _) => format!("; did you mean {}?", near.join(" or ")),
     };
-    Err(HomeError::Unknown { kind, name: name.to_owned(), directory: directory.to_owned(), hint })
+    HomeError::Unknown { kind, name: name.to_owned(), directory: directory.to_owned(), hint }
 }
 
 /// The known names that a typing mistake or a missing part away from `name`, best first, three at most.
@@ -342,29 +300,5 @@ mod tests {
         assert_eq!(nearest("debian", &known), ["debian-12"]);
         assert!(nearest("nothing-like-it", &known).is_empty());
         assert_eq!(distance("kitten", "sitting"), 3);
-    }
-
-    #[test]
-    fn a_name_cannot_leave_the_directory() {
-        let home = tempfile::tempdir().unwrap();
-        for name in ["..", ".", "", "../kernels", "/etc", "a/b", "a\0b"] {
-            let error = Home::at(home.path().to_owned()).image(name).unwrap_err();
-            assert!(matches!(error, HomeError::Unknown { .. }), "{name}: {error}");
-        }
-    }
-
-    #[test]
-    fn an_image_is_read_with_its_configuration() {
-        let home = tempfile::tempdir().unwrap();
-        let own = home.path().join("images/busybox");
-        std::fs::create_dir_all(&own).unwrap();
-        std::fs::write(own.join("root.img"), [0; 8192]).unwrap();
-        let json = r#"{"name":"busybox","config":{"env":["A=1"],"cmd":["/bin/sh"],"workdir":"/","user":"0"}}"#;
-        std::fs::write(own.join("image.json"), json).unwrap();
-        let image = Home::at(home.path().to_owned()).image("busybox").unwrap();
-        assert_eq!((image.size, image.config.cmd), (8192, names(&["/bin/sh"])));
-        std::fs::write(own.join("image.json"), "{").unwrap();
-        let error = Home::at(home.path().to_owned()).image("busybox").unwrap_err();
-        assert!(matches!(error, HomeError::Json { .. }));
     }
 }

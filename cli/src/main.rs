@@ -6,10 +6,12 @@
 
 mod args;
 mod client;
+mod clock;
 mod commands;
 mod environment;
 mod frame;
 mod home;
+mod image;
 mod launch;
 mod preflight;
 mod signals;
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Run(run) => commands::run::run(&run, &argv),
         Command::Exec(exec) => commands::exec::exec(&exec, &argv),
         Command::List(list) => commands::list::list(&list),
+        Command::Image(command) => image::run(&command),
         Command::Stats { run } => commands::stats::stats(&run),
         Command::Supervise { directory } => supervisor::supervise(directory).map(|()| 0),
     };

@@ -37,7 +37,7 @@ pub(super) fn report(exit: &Exit) -> u8 {
 }
 
 /// Output that nobody reads is no error.
-pub(super) fn quietly(result: io::Result<()>) -> Result<(), String> {
+pub(crate) fn quietly(result: io::Result<()>) -> Result<(), String> {
     match result {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(format!("standard output: {error}")),
         _ => Ok(()),

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use super::run::Run;
-use crate::home::{Home, Image, ProgramFiles};
+use crate::home::{Home, ProgramFiles};
+use crate::image::{Image, Images};
 use crate::preflight::{check_kernel, check_memory, disk_size, open_kvm};
 use crate::spec::{Machine, Process, Spec};
 use crate::{environment, terminal};
@@ -19,7 +20,7 @@ pub(super) fn make_spec(
     command: &[String],
 ) -> Result<Spec, Box<dyn std::error::Error>> {
     let env = environment::resolve(&args.process.env, |name| std::env::var_os(name))?;
-    let image = home.image(image)?;
+    let image = Images::of(home).find(image)?;
     let kernel = home.kernel(args.kernel.as_deref())?;
     let files = ProgramFiles::find()?;
     check_kernel(&kernel)?;
@@ -86,12 +87,12 @@ fn millis(duration: std::time::Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::home::ImageConfig;
+    use crate::image::Config as ImageConfig;
 
     fn image(entrypoint: &[&str], cmd: &[&str]) -> Image {
         let list = |of: &[&str]| of.iter().map(|s| (*s).to_owned()).collect();
         let config = ImageConfig { entrypoint: list(entrypoint), cmd: list(cmd), ..ImageConfig::default() };
-        Image { name: "x".into(), root: "/r".into(), size: 0, config }
+        Image { name: "x".into(), root: "/r".into(), size: 0, config, record: None }
     }
 
     #[test]

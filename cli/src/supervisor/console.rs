@@ -56,7 +56,7 @@ fn new_log(directory: &Path) -> io::Result<File> {
 
 /// The last lines of a log, the console's or the VMM's own, or the first of a panic, fit to print; nothing if there are
 /// none.
-pub(super) fn tail(log: &Path) -> Option<String> {
+pub(crate) fn tail(log: &Path) -> Option<String> {
     let mut file = File::open(log).ok()?;
     let length = file.metadata().ok()?.len();
     file.seek(SeekFrom::Start(length.saturating_sub(MAX_TAIL))).ok()?;

@@ -18,15 +18,15 @@ use super::console;
 use crate::home::HomeError;
 use crate::launch::{self, Lifetime};
 use crate::preflight::{PreflightError, open_kvm};
-use crate::spec::{Machine, Spec};
-use crate::store::{RunDirectory, sync_directory};
+use crate::spec::Machine;
+use crate::store::sync_directory;
 
 /// How long a VMM that does not read its control socket may hold us up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Why a machine did not start.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum MachineError {
+pub(crate) enum MachineError {
     /// The host has no usable KVM.
     #[error(transparent)]
     Preflight(#[from] PreflightError),
@@ -65,22 +65,21 @@ pub(super) enum MachineError {
 
 /// A running VMM. Dropping it kills and reaps it.
 #[derive(Debug)]
-pub(super) struct Vmm {
+pub(crate) struct Vmm {
     child: Child,
     control: Arc<ControlSocket>,
     gone: Arc<AtomicBool>,
 }
 
 impl Vmm {
-    /// Makes the run's disk and starts its VMM. Call it on the main thread: the VMM is killed when the
+    /// Makes a machine's disk in `directory`, to survive a crash of the host if `durable`, and starts its VMM. Call it on the main thread: the VMM is killed when the
     /// thread that started it ends.
-    pub(super) fn start(run: &RunDirectory, spec: &Spec) -> Result<Self, MachineError> {
-        let machine = &spec.machine;
+    pub(crate) fn start(directory: &Path, machine: &Machine, durable: bool) -> Result<Self, MachineError> {
         let config = config(machine)?;
         let (ours, theirs) = ControlSocket::pair()?;
         rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
             .map_err(|error| MachineError::System("control socket", error.into()))?;
-        let errors = create(&run.path().join("vmm.log"))?;
+        let errors = create(&directory.join("vmm.log"))?;
         let child = launch::start(&machine.vmm, &[], &[theirs.as_fd()], errors, Lifetime::Parents)
             .map_err(|error| MachineError::File { path: machine.vmm.clone(), error })?;
         drop(theirs);
@@ -92,9 +91,9 @@ impl Vmm {
             files.push(open(initrd)?);
         }
         files.push(open(&machine.image_file)?);
-        files.extend(make_layers(run, machine, !spec.ephemeral)?);
+        files.extend(make_layers(directory, machine, durable)?);
         if machine.console {
-            files.push(console::record(run.path()).map_err(|error| MachineError::System("console.log", error))?);
+            files.push(console::record(directory).map_err(|error| MachineError::System("console.log", error))?);
         }
         let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         vmm.control.send(&Request::Start(config), &files)?;
@@ -102,7 +101,7 @@ impl Vmm {
     }
 
     /// Calls `then` for each event, and once with the error that ended them, on a thread of its own.
-    pub(super) fn watch(
+    pub(crate) fn watch(
         &self,
         mut then: impl FnMut(Result<Event, ControlError>) + Send + 'static,
     ) -> Result<(), MachineError> {
@@ -133,22 +132,22 @@ impl Vmm {
     }
 
     /// What connects to the guest.
-    pub(super) fn dialler(&self) -> Arc<dyn Dial> {
+    pub(crate) fn dialler(&self) -> Arc<dyn Dial> {
         Arc::new(Dialler { control: Arc::clone(&self.control), gone: Arc::clone(&self.gone) })
     }
 
     /// Where requests go.
-    pub(super) fn control(&self) -> Arc<ControlSocket> {
+    pub(crate) fn control(&self) -> Arc<ControlSocket> {
         Arc::clone(&self.control)
     }
 
     /// Asks the VMM to end. Whether it does is seen in its events.
-    pub(super) fn ask_to_stop(&self) -> Result<(), ControlError> {
+    pub(crate) fn ask_to_stop(&self) -> Result<(), ControlError> {
         self.control.send(&Request::Stop, &[])
     }
 
     /// Waits for the VMM's process, kills it when `patience` is over, and says how it ended.
-    pub(super) fn reap(&mut self, patience: Duration) -> String {
+    pub(crate) fn reap(&mut self, patience: Duration) -> String {
         let deadline = Instant::now().checked_add(patience);
         loop {
             match self.child.try_wait() {
@@ -241,10 +240,10 @@ fn cmdline(console: bool, extra: &str) -> String {
 
 /// Makes the disk's layers and gives their descriptors: data then map, from the bottom, the last
 /// writable.
-fn make_layers(run: &RunDirectory, machine: &Machine, durable: bool) -> Result<Vec<OwnedFd>, MachineError> {
+fn make_layers(directory: &Path, machine: &Machine, durable: bool) -> Result<Vec<OwnedFd>, MachineError> {
     let mut files = Vec::new();
     for number in 1..=machine.disk_layers {
-        let data_path = run.path().join(format!("disk/{number}.data"));
+        let data_path = directory.join(format!("disk/{number}.data"));
         let map_path = data_path.with_extension("map");
         let (data, map) = (create(&data_path)?, create(&map_path)?);
         snapshot::disk::create_layer(&data, &map, machine.disk)
@@ -261,7 +260,7 @@ fn make_layers(run: &RunDirectory, machine: &Machine, durable: bool) -> Result<V
         }
     }
     if durable {
-        sync_directory(&run.path().join("disk"))?;
+        sync_directory(&directory.join("disk"))?;
     }
     Ok(files)
 }

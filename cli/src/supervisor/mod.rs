@@ -27,8 +27,9 @@ use guest::message::{ExitRecord, printable};
 use vmm_control::{ControlError, Event, Stats};
 
 use self::connection::Connection;
+pub(crate) use self::console::tail;
 use self::ending::Ending;
-use self::machine::Vmm;
+pub(crate) use self::machine::{MachineError, Vmm};
 use self::serve::{Shared, own_command, serve};
 use crate::frame::{Frame, Request, Size};
 use crate::home::HomeError;
@@ -150,7 +151,7 @@ impl<'a> Supervision<'a> {
         client: &Arc<Connection>,
         size: Option<Size>,
     ) -> Result<Self, String> {
-        let vmm = Vmm::start(run, spec).map_err(|error| error.to_string())?;
+        let vmm = Vmm::start(run.path(), &spec.machine, !spec.ephemeral).map_err(|error| error.to_string())?;
         let listener = run.listen().map_err(|error| error.to_string())?;
         // What follows happens while the guest boots.
         let start_timeout = Duration::from_millis(spec.start_timeout_ms);
