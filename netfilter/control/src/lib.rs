@@ -6,9 +6,11 @@
 
 mod cidr;
 pub mod classify;
+mod event;
 mod name;
 mod policy;
 
 pub use cidr::{Cidr, CidrError, Ports, PortsError};
+pub use event::{Cause, Counters, MAX_QUOTE, Reason, Record, Stage, quote};
 pub use name::{MAX_LABEL, MAX_NAME, Name, NameError, is_public_doh, reserved_for};
 pub use policy::{Decision, Denial, MAX_POLICY, MAX_RULES, Policy, Protocol, Rule, Subject, Target, Terms};
