@@ -93,11 +93,13 @@ pub enum Drop {
     Icmp,
     /// A TCP or UDP header or checksum that does not hold.
     Transport,
+    /// More frames than a guest may send in a second.
+    Rate,
 }
 
 impl Drop {
     /// Every class, for counters.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Length,
         Self::SourceMac,
         Self::DestinationMac,
@@ -113,6 +115,7 @@ impl Drop {
         Self::Protocol,
         Self::Icmp,
         Self::Transport,
+        Self::Rate,
     ];
 
     /// The word that events use.
@@ -133,6 +136,7 @@ impl Drop {
             Self::Protocol => "protocol",
             Self::Icmp => "icmp",
             Self::Transport => "transport",
+            Self::Rate => "rate",
         }
     }
 }

@@ -140,6 +140,18 @@ pub(crate) fn icmp(source: Ipv4Addr, kind: u8, code: u8, rest: &[u8]) -> Vec<u8>
     ipv4(source, protocol::ICMP, &message)
 }
 
+/// A frame with a TCP reset for the guest, as a connection's other end would send it.
+pub(crate) fn tcp_reset(source: Ipv4Addr, source_port: u16, port: u16, sequence: u32) -> Vec<u8> {
+    let mut segment = Vec::with_capacity(20);
+    segment.extend_from_slice(&source_port.to_be_bytes());
+    segment.extend_from_slice(&port.to_be_bytes());
+    segment.extend_from_slice(&sequence.to_be_bytes());
+    // No acknowledgement; a header of 5 words; RST; no window, no urgent data.
+    segment.extend_from_slice(&[0, 0, 0, 0, 0x50, 0x04, 0, 0, 0, 0, 0, 0]);
+    put_checksum(&mut segment, 16, Checksum::pseudo(source, GUEST, protocol::TCP, 20));
+    ipv4(source, protocol::TCP, &segment)
+}
+
 /// Writes the checksum of `bytes`, on top of `start`, at `at`, where there are zeros now.
 fn put_checksum(bytes: &mut [u8], at: usize, start: Checksum) {
     let sum = start.add(bytes).finish();

@@ -12,6 +12,9 @@ pub const MAX_RULES: usize = 1024;
 /// Most bytes of a policy as it is sent: every rule at its largest stays below.
 pub const MAX_POLICY: usize = 1 << 20;
 
+/// The methods of HTTP that are allowed where a rule lists none.
+pub const USUAL_METHODS: [&str; 7] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"];
+
 /// What a run may reach. The default has no rule: nothing may be reached.
 ///
 /// A denial that matches wins over every rule. Of the rules that match, the one whose target is narrowest decides:

@@ -9,8 +9,6 @@ use crate::rule::Token;
 pub(crate) const OPEN_PREFIX: u8 = 8;
 /// Mail submission: what spam and exfiltration would use first. In no preset.
 pub(crate) const MAIL_PORTS: [u16; 3] = [25, 465, 587];
-/// The methods that are allowed where a rule lists none.
-pub const USUAL_METHODS: [&str; 7] = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"];
 
 /// A name that no rule may have.
 pub(crate) fn name(

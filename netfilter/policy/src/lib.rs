@@ -31,7 +31,6 @@ use std::ops::Range;
 
 use netfilter_control::{Cidr, Decision, MAX_RULES, Policy, Rule, Target};
 
-pub use check::USUAL_METHODS;
 pub use error::{Details, PolicyError};
 pub use explain::{Explanation, explain};
 

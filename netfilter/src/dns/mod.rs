@@ -2,7 +2,10 @@
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 pub mod message;
+pub mod reply;
+pub mod resolver;
 pub mod responder;
+pub mod talk;
 
 /// Types of records (IANA, DNS parameters).
 pub mod qtype {

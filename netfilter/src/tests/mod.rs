@@ -1,6 +1,11 @@
 //! Tests at the level of bytes. Each that answers a row of the catalogue of attacks names it.
 
 mod dns;
+mod flows;
 mod frames;
 mod gate;
+mod http;
 mod local;
+mod net;
+mod resolver;
+mod tls;
