@@ -41,6 +41,13 @@ pub(crate) enum Command {
     /// Images: make, list, look at, remove
     #[command(subcommand)]
     Image(ImageCommand),
+    /// Import and manage guest kernels
+    #[command(subcommand_required = true, arg_required_else_help = true)]
+    Kernel {
+        /// What to do.
+        #[command(subcommand)]
+        command: crate::kernel::Command,
+    },
     /// Print the counters of a running run's VMM, as JSON
     #[command(hide = true)]
     Stats {

@@ -50,12 +50,6 @@ pub(crate) enum HomeError {
         /// The next step.
         hint: String,
     },
-    /// No kernel at all.
-    #[error("no kernel in {directory}; put one there as NAME/vmlinux with NAME/modules.cpio", directory = directory.display())]
-    NoKernel {
-        /// Where one would be.
-        directory: PathBuf,
-    },
     /// A part of ours that is missing.
     #[error("{name}: not found in {places}; is bulkhead installed as a whole?")]
     NoProgramFile {
@@ -86,17 +80,6 @@ pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, HomeError
 #[derive(Debug, Clone)]
 pub(crate) struct Home(PathBuf);
 
-/// A kernel, as it lies in the state directory.
-#[derive(Debug)]
-pub(crate) struct Kernel {
-    /// Its name.
-    pub(crate) name: String,
-    /// The uncompressed ELF kernel.
-    pub(crate) vmlinux: PathBuf,
-    /// The initramfs archive of the modules that our devices need.
-    pub(crate) modules: PathBuf,
-}
-
 /// Our own parts.
 #[derive(Debug)]
 pub(crate) struct ProgramFiles {
@@ -126,17 +109,6 @@ impl Home {
     /// The directory itself.
     pub(crate) fn path(&self) -> &Path {
         &self.0
-    }
-
-    /// A kernel by its name, or the newest.
-    pub(crate) fn kernel(&self, name: Option<&str>) -> Result<Kernel, HomeError> {
-        let directory = self.0.join("kernels");
-        let name = match name {
-            Some(name) => name.to_owned(),
-            None => newest(entries(&directory)).ok_or(HomeError::NoKernel { directory: directory.clone() })?,
-        };
-        let own = find_entry("kernel", &directory, &name)?;
-        Ok(Kernel { name, vmlinux: own.join("vmlinux"), modules: own.join("modules.cpio") })
     }
 }
 
@@ -179,7 +151,7 @@ fn choose(root: bool, variable: impl Fn(&str) -> Option<OsString>) -> Option<Pat
 }
 
 /// The names of what is in a directory; none if it is not there.
-fn entries(directory: &Path) -> Vec<String> {
+pub(crate) fn entries(directory: &Path) -> Vec<String> {
     let mut names: Vec<String> = std::fs::read_dir(directory)
         .into_iter()
         .flatten()
@@ -189,16 +161,6 @@ fn entries(directory: &Path) -> Vec<String> {
         .collect();
     names.sort();
     names
-}
-
-/// The directory of an image or kernel, or the error that names what comes near.
-fn find_entry(kind: &'static str, directory: &Path, name: &str) -> Result<PathBuf, HomeError> {
-    let path = directory.join(name);
-    // A name is one part of a path: nothing outside the directory can be named.
-    if !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\0']) && path.is_dir() {
-        return Ok(path);
-    }
-    Err(unknown(kind, directory, name, &entries(directory)))
 }
 
 /// What to say of an image or kernel that is not there: what comes near.
@@ -242,22 +204,19 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// The name with the highest version: runs of digits compare as numbers.
-fn newest(names: Vec<String>) -> Option<String> {
-    fn key(name: &str) -> Vec<(u64, String)> {
-        let mut parts = Vec::new();
-        let mut rest = name;
-        while !rest.is_empty() {
-            let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-            let (number, tail) = rest.split_at(digits);
-            let word = tail.find(|c: char| c.is_ascii_digit()).unwrap_or(tail.len());
-            let (word, tail) = tail.split_at(word);
-            parts.push((number.parse().unwrap_or(u64::MAX), word.to_owned()));
-            rest = tail;
-        }
-        parts
+/// What names with versions sort by: runs of digits compare as numbers.
+pub(crate) fn version_key(name: &str) -> Vec<(u64, String)> {
+    let mut parts = Vec::new();
+    let mut rest = name;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+        let (number, tail) = rest.split_at(digits);
+        let word = tail.find(|c: char| c.is_ascii_digit()).unwrap_or(tail.len());
+        let (word, tail) = tail.split_at(word);
+        parts.push((number.parse().unwrap_or(u64::MAX), word.to_owned()));
+        rest = tail;
     }
-    names.into_iter().max_by_key(|name| key(name))
+    parts
 }
 
 #[cfg(test)]
@@ -286,11 +245,9 @@ mod tests {
 
     #[test]
     fn the_newest_kernel_has_the_highest_numbers() {
-        let of = |list: &[&str]| newest(names(list));
+        let of = |list: &[&str]| names(list).into_iter().max_by_key(|name| version_key(name));
         assert_eq!(of(&["6.1.0-9-cloud", "6.12.43-cloud", "6.1.0-40-cloud"]).as_deref(), Some("6.12.43-cloud"));
         assert_eq!(of(&["6.9", "6.10"]).as_deref(), Some("6.10"));
-        assert_eq!(of(&["only"]).as_deref(), Some("only"));
-        assert_eq!(of(&[]), None);
     }
 
     #[test]

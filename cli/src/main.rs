@@ -12,6 +12,7 @@ mod environment;
 mod frame;
 mod home;
 mod image;
+mod kernel;
 mod launch;
 mod preflight;
 mod signals;
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         Command::Exec(exec) => commands::exec::exec(&exec, &argv),
         Command::List(list) => commands::list::list(&list),
         Command::Image(command) => image::run(&command),
+        Command::Kernel { command } => kernel::command(&command),
         Command::Stats { run } => commands::stats::stats(&run),
         Command::Supervise { directory } => supervisor::supervise(directory).map(|()| 0),
     };

@@ -8,7 +8,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::home::Kernel;
+use crate::kernel::Kernel;
 use crate::units::show_size;
 
 /// Why a run cannot start on this host.
@@ -77,7 +77,7 @@ pub(crate) enum PreflightError {
     },
     /// A kernel that is none.
     #[error(
-        "kernel {name:?}: {path} is no 64-bit x86 ELF kernel ({why}); it must be an uncompressed vmlinux, not a bzImage",
+        "kernel {name:?}: {path} is no 64-bit x86 ELF kernel ({why}); bulkhead kernel import makes one of a vmlinuz",
         path = path.display()
     )]
     NotAKernel {

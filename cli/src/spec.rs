@@ -40,6 +40,9 @@ pub(crate) struct Machine {
     pub(crate) kernel_file: PathBuf,
     /// The initramfs archives, in order.
     pub(crate) initrds: Vec<PathBuf>,
+    /// The file system of all the kernel's modules, if the guest gets it.
+    #[serde(default)]
+    pub(crate) modules: Option<PathBuf>,
     /// The VMM's program file.
     pub(crate) vmm: PathBuf,
     /// Number of vCPUs.

@@ -283,7 +283,7 @@ fn choose(given: &str, runs: &[(&str, Option<&str>)]) -> Result<usize, StoreErro
 }
 
 /// A random id.
-fn fresh_id() -> io::Result<String> {
+pub(crate) fn fresh_id() -> io::Result<String> {
     let mut bytes = [0; 4];
     let n = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
     if n != bytes.len() {
@@ -365,6 +365,7 @@ mod tests {
                 kernel: "k".into(),
                 kernel_file: "/k".into(),
                 initrds: vec!["/m".into()],
+                modules: None,
                 vmm: "/v".into(),
                 cpus: 1,
                 memory: 1 << 30,

@@ -1,8 +1,8 @@
 #!/bin/bash
-# busybox.sh DEST: makes DEST/root.img and DEST/image.json, a system of one static program: the image of the tests.
+# busybox.sh TAR: a system of one static program, Debian's busybox: the image of the tests.
 set -euo pipefail
-. "$(dirname "$(readlink -f "$0")")/image.sh"
+. "$(dirname "$(readlink -f "$0")")/common.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 skeleton "$work"
-finish busybox "$work" "$1" 256
+pack "$work" "$1"

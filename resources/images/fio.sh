@@ -1,7 +1,7 @@
 #!/bin/bash
-# fio.sh DEST: the busybox image with Debian's fio and the libraries that it loads, and room to measure in.
+# fio.sh TAR: the busybox system with Debian's fio and the libraries that it loads: the image of the benchmarks.
 set -euo pipefail
-. "$(dirname "$(readlink -f "$0")")/image.sh"
+. "$(dirname "$(readlink -f "$0")")/common.sh"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 skeleton "$work"
@@ -9,4 +9,4 @@ for file in "$(command -v fio)" $(ldd "$(command -v fio)" | grep -o '/[^ ]*'); d
     mkdir -p "$work$(dirname "$file")"
     cp -L "$file" "$work$file"
 done
-finish fio "$work" "$1" 4096
+pack "$work" "$1"

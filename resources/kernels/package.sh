@@ -1,12 +1,18 @@
 #!/bin/bash
-# package.sh SERIES [FLAVOUR]: fetches the newest Debian kernel package of a series and unpacks it, never installing it.
+# package.sh [-f] SERIES [FLAVOUR]: fetches the newest Debian kernel package of a series, never installing it.
 #
-#   package.sh 6.12          the general-purpose kernel (the rig's own: it has 9p)
-#   package.sh 6.12 cloud    the cloud flavour (the guests')
+#   package.sh 6.12             the general-purpose kernel (the rig's own: it has 9p)
+#   package.sh -f 6.12 cloud    the package's file of the cloud flavour (the guests'), for bulkhead kernel import
 #
-# Prints the directory that holds it, PACKAGE/boot/vmlinuz-* and PACKAGE/lib/modules/*, with a modules.dep made.
-# It is cached by package name and version. Exit status 3: the package sources have no such kernel.
+# Prints the package's file with -f, else a directory that holds it unpacked, PACKAGE/boot/vmlinuz-* and
+# PACKAGE/lib/modules/*, with a modules.dep made. Both are cached by package name and version. Exit status 3: the package
+# sources have no such kernel.
 set -euo pipefail
+want=unpacked
+if [ "$1" = -f ]; then
+    want='file'
+    shift
+fi
 series=$1 flavour=${2:+-$2}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/bulkhead/packages
 PATH=$PATH:/usr/sbin:/sbin
@@ -30,7 +36,9 @@ if [ -z "$name" ]; then
 fi
 version=$(apt-cache show --no-all-versions "$name" | sed -n 's/^Version: //p')
 dir=$cache/${name}_$version
-if [ ! -d "$dir" ]; then
+out=$dir
+[ $want = unpacked ] || out=$dir.deb
+if [ ! -e "$out" ]; then
     mkdir -p "$cache"
     work=$(mktemp -d "$cache/new.XXXXXX")
     trap 'rm -rf "$work"' EXIT
@@ -40,13 +48,17 @@ if [ ! -d "$dir" ]; then
         cat "$work/log" >&2
         exit 1
     fi
-    dpkg -x "$work"/*.deb "$work/root"
-    # Trixie ships its modules under usr.
-    [ -d "$work/root/lib/modules" ] || ln -s usr/lib "$work/root/lib"
-    for release in "$work"/root/lib/modules/*; do
-        depmod -b "$work/root" "${release##*/}"
-    done
-    # Two at once: the first to rename wins, and both are alike.
-    mv -T "$work/root" "$dir" 2>/dev/null || [ -d "$dir" ]
+    if [ $want = file ]; then
+        mv "$work"/*.deb "$out"
+    else
+        dpkg -x "$work"/*.deb "$work/root"
+        # Trixie ships its modules under usr.
+        [ -d "$work/root/lib/modules" ] || ln -s usr/lib "$work/root/lib"
+        for release in "$work"/root/lib/modules/*; do
+            depmod -b "$work/root" "${release##*/}"
+        done
+        # Two at once: the first to rename wins, and both are alike.
+        mv -T "$work/root" "$out" 2>/dev/null || [ -d "$out" ]
+    fi
 fi
-echo "$dir"
+echo "$out"

@@ -4,7 +4,7 @@
 : "${BULKHEAD_HOME:?}" "${BULKHEAD_DIST:?}"
 bench=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 bulkhead=$BULKHEAD_DIST/bin/bulkhead
-kernel=$(printf '%s\n' "$BULKHEAD_HOME"/kernels/* | sort -V | tail -1)
+kernel=$(printf "%s\n" "$BULKHEAD_HOME"/kernels/names/* | sort -V | tail -1)
 work=$(mktemp -d "${SCRATCH:-${TMPDIR:-/tmp}}/bench.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 # Both sides read the same files; neither pays for fetching them first.

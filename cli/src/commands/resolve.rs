@@ -7,7 +7,7 @@ use crate::home::{Home, ProgramFiles};
 use crate::image::{Image, Images};
 use crate::preflight::{check_kernel, check_memory, disk_size, open_kvm};
 use crate::spec::{Machine, Process, Spec};
-use crate::{environment, terminal};
+use crate::{environment, kernel, terminal};
 
 /// Memory is given in these pieces.
 const PAGE: u64 = 4096;
@@ -21,7 +21,8 @@ pub(super) fn make_spec(
 ) -> Result<Spec, Box<dyn std::error::Error>> {
     let env = environment::resolve(&args.process.env, |name| std::env::var_os(name))?;
     let image = Images::of(home).find(image)?;
-    let kernel = home.kernel(args.kernel.as_deref())?;
+    let kernel = kernel::Store::of(home).kernel(args.kernel.as_deref())?;
+    let modules = if args.modules { Some(canonical(&kernel.tree()?)?) } else { None };
     let files = ProgramFiles::find()?;
     check_kernel(&kernel)?;
     let disk = disk_size(args.disk, &image.name, image.size)?;
@@ -39,6 +40,7 @@ pub(super) fn make_spec(
             kernel_file: canonical(&kernel.vmlinux)?,
             initrds: vec![canonical(&kernel.modules)?, canonical(&files.agent)?],
             kernel: kernel.name,
+            modules,
             vmm: canonical(&files.vmm)?,
             cpus: args.cpus,
             memory: args.memory.next_multiple_of(PAGE),

@@ -61,6 +61,9 @@ pub(crate) struct Run {
     /// Guest kernel [default: the newest]
     #[arg(long, value_name = "NAME")]
     pub(crate) kernel: Option<String>,
+    /// Give the guest all of its kernel's modules, read-only at /lib/modules
+    #[arg(long)]
+    pub(crate) modules: bool,
     /// Record the guest's serial console in the run's console.log; slows the boot
     #[arg(long)]
     pub(crate) console: bool,

@@ -19,6 +19,9 @@ const MEMORY: u64 = 768 << 20;
 /// Why there is no image.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ImportError {
+    /// The builder's kernel.
+    #[error(transparent)]
+    Kernel(#[from] crate::kernel::StoreError),
     /// The state directory.
     #[error(transparent)]
     Home(#[from] HomeError),
@@ -135,7 +138,7 @@ fn make(
 
 /// The builder. Everything is checked before anything is made.
 fn machine(home: &Home, workplace: &Workplace, order: &Order<'_>) -> Result<Machine, ImportError> {
-    let kernel = home.kernel(order.kernel)?;
+    let kernel = crate::kernel::Store::of(home).kernel(order.kernel)?;
     let files = ProgramFiles::find()?;
     check_kernel(&kernel)?;
     check_memory(MEMORY, &std::fs::read_to_string("/proc/meminfo").unwrap_or_default())?;
@@ -150,6 +153,7 @@ fn machine(home: &Home, workplace: &Workplace, order: &Order<'_>) -> Result<Mach
         kernel_file: canonical(&kernel.vmlinux)?,
         initrds: vec![canonical(&kernel.modules)?, canonical(&files.agent)?],
         kernel: kernel.name,
+        modules: None,
         vmm: canonical(&files.vmm)?,
         cpus: u8::try_from(cpus).unwrap_or(1),
         memory: MEMORY,

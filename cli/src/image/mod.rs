@@ -9,7 +9,7 @@ mod digest;
 mod disk;
 mod import;
 mod name;
-mod progress;
+pub(crate) mod progress;
 mod record;
 mod source;
 mod store;

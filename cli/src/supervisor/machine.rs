@@ -92,6 +92,9 @@ impl Vmm {
         }
         files.push(open(&machine.image_file)?);
         files.extend(make_layers(directory, machine, durable)?);
+        if let Some(modules) = &machine.modules {
+            files.push(open(modules)?);
+        }
         if machine.console {
             files.push(console::record(directory).map_err(|error| MachineError::System("console.log", error))?);
         }
@@ -195,29 +198,32 @@ impl Dial for Dialler {
 
 /// The machine, as the VMM is told.
 fn config(machine: &Machine) -> Result<Config, MachineError> {
-    let cmdline = cmdline(machine.console, &machine.cmdline_extra);
+    let cmdline = cmdline(machine.console, machine.modules.is_some(), &machine.cmdline_extra);
     if cmdline.len() > MAX_CMDLINE {
         return Err(MachineError::Cmdline { length: cmdline.len() });
     }
+    let root = Disk {
+        serial: "root".to_owned(),
+        read_only: false,
+        raw_base: true,
+        layers: machine.disk_layers.saturating_add(1),
+        // A queue for each vCPU, up to where more do not help.
+        queues: machine.cpus.min(4),
+    };
+    let modules = Disk { serial: "modules".to_owned(), read_only: true, raw_base: true, layers: 1, queues: 1 };
+    let modules = machine.modules.as_ref().map(|_| modules);
     Ok(Config {
         vcpus: machine.cpus,
         memory: machine.memory,
         cmdline,
         initrds: u8::try_from(machine.initrds.len()).unwrap_or(u8::MAX),
-        disks: vec![Disk {
-            serial: "root".to_owned(),
-            read_only: false,
-            raw_base: true,
-            layers: machine.disk_layers.saturating_add(1),
-            // A queue for each vCPU, up to where more do not help.
-            queues: machine.cpus.min(4),
-        }],
+        disks: [root].into_iter().chain(modules).collect(),
         console: machine.console,
     })
 }
 
 /// The kernel's command line. Nothing of the user's environment is in it: that goes to the agent.
-fn cmdline(console: bool, extra: &str) -> String {
+fn cmdline(console: bool, modules: bool, extra: &str) -> String {
     let mut words = vec![
         // Without a UART the driver would probe four addresses.
         if console { "console=ttyS0 8250.nr_uarts=1" } else { "8250.nr_uarts=0" },
@@ -234,6 +240,10 @@ fn cmdline(console: bool, extra: &str) -> String {
         // The TSC is the one clock here: no watchdog against a clock that is not there.
         "tsc=reliable",
     ];
+    if modules {
+        // No parameter of the kernel's, so it becomes a variable of its first process, which is the agent.
+        words.push("BULKHEAD_MODULES=/dev/vdb");
+    }
     words.extend(Some(extra).filter(|extra| !extra.is_empty()));
     words.join(" ")
 }
@@ -286,9 +296,10 @@ mod tests {
 
     #[test]
     fn the_command_line_names_a_console_only_if_there_is_one() {
-        assert!(cmdline(true, "").contains("console=ttyS0"));
-        let without = cmdline(false, "debug initcall_debug");
+        assert!(cmdline(true, false, "").contains("console=ttyS0"));
+        let without = cmdline(false, false, "debug initcall_debug");
         assert!(!without.contains("console=") && without.ends_with(" debug initcall_debug"));
-        assert!(!cmdline(false, "").ends_with(' '));
+        assert!(!cmdline(false, false, "").ends_with(' '));
+        assert!(cmdline(false, true, "").ends_with(" BULKHEAD_MODULES=/dev/vdb"));
     }
 }

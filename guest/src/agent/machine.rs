@@ -16,6 +16,7 @@ use rustix::{
     time::{ClockId, Timespec, clock_settime},
 };
 use std::{
+    env,
     ffi::CStr,
     fs::{self, File, OpenOptions},
     io::{self, Write},
@@ -25,6 +26,10 @@ use std::{
 
 /// The root disk: the first virtio block device.
 const DISK: &str = "/dev/vda";
+
+/// The variable that names the device with all of the kernel's modules, if the machine has one. The kernel makes
+/// variables of its first process of the words of its command line that it does not know.
+const MODULES: &str = "BULKHEAD_MODULES";
 
 /// Where the machine's cgroups are mounted, out of the workload's sight.
 const CGROUPS: &str = "/cgroup";
@@ -73,8 +78,9 @@ fn run(builder: bool) -> Result<(), BootError> {
     if let Err(error) = sys::loopback_up() {
         note(&format!("bulkhead-guest: loopback: {error}"));
     }
-    let disk = PathBuf::from(DISK);
-    let root = if builder { Root::Builder(disk) } else { Root::Disk(disk) };
+    let device = PathBuf::from(DISK);
+    let modules = env::var_os(MODULES).map(PathBuf::from);
+    let root = if builder { Root::Builder(device) } else { Root::Disk { device, modules } };
     let workload = Workload::start(&root, Some(Path::new(CGROUPS)))
         .map_err(|e| BootError { what: "workload".into(), error: io::Error::other(e) })?;
     // A console of another VMM, for comparing boot times; ours has none.

@@ -34,7 +34,12 @@ const DISK_WAIT: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone)]
 pub(super) enum Root {
     /// A block device with ext4. It is ours alone: it is unmounted at the end.
-    Disk(PathBuf),
+    Disk {
+        /// The device.
+        device: PathBuf,
+        /// A device with the kernel's modules, which appear read-only in `/lib/modules`.
+        modules: Option<PathBuf>,
+    },
     /// A block device with an empty ext4 that becomes an image. Nothing but the builder's own work runs there, and
     /// nothing is put into it.
     Builder(PathBuf),
@@ -200,6 +205,11 @@ fn furnish(root: &Root, cgroups: bool, terminals: &OwnedFd) -> Result<(), Worklo
     sys::unshare(UnshareFlags::NEWNS).map_err(failed("unshare"))?;
     mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).map_err(failed("mount /"))?;
     let at = mount_root(root)?;
+    // Before the root is the image's, in which the device has no name yet.
+    let modules = match root {
+        Root::Disk { modules: Some(device), .. } => Some(modules_disk(device)?),
+        _ => None,
+    };
     std::env::set_current_dir(&at).map_err(failed("new root"))?;
     mount_move(".", "/").map_err(failed("move the root"))?;
     rustix::process::chroot(".").map_err(failed("chroot"))?;
@@ -220,6 +230,13 @@ fn furnish(root: &Root, cgroups: bool, terminals: &OwnedFd) -> Result<(), Worklo
     move_mount(terminals, "", rustix::fs::CWD, "/dev/pts", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
         .map_err(failed("mount /dev/pts"))?;
     put("tmpfs", "/dev/shm", MountFlags::NOSUID | MountFlags::NODEV, c"mode=1777")?;
+    if let Some(modules) = modules {
+        // Most images have `/lib` as a link to `usr/lib`; some have none.
+        make_dir("/lib")?;
+        make_dir("/lib/modules")?;
+        move_mount(&modules, "", rustix::fs::CWD, "/lib/modules", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+            .map_err(failed("mount /lib/modules"))?;
+    }
     for (link, target) in [("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")] {
         // Another workload's life may have made them: devtmpfs is one for the whole machine.
         let _ = std::os::unix::fs::symlink(target, Path::new("/dev").join(link));
@@ -233,7 +250,7 @@ fn mount_root(root: &Root) -> Result<PathBuf, WorkloadError> {
             let flags = MountFlags::NOATIME | MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
             Ok(mount_disk(device, flags)?.to_owned())
         }
-        Root::Disk(device) => {
+        Root::Disk { device, .. } => {
             let at = mount_disk(device, MountFlags::NOATIME)?;
             grow(device, at).map_err(failed(format!("grow the file system of {}", device.display())))?;
             Ok(at.to_owned())
@@ -258,6 +275,21 @@ fn mount_disk(device: &Path, flags: MountFlags) -> Result<&'static Path, Workloa
     mount(device, AT, "ext4", flags, c"discard,noinit_itable")
         .map_err(failed(format!("mount root disk {} as ext4", device.display())))?;
     Ok(Path::new(AT))
+}
+
+/// The file system of the kernel's modules, not mounted anywhere yet.
+fn modules_disk(device: &Path) -> Result<OwnedFd, WorkloadError> {
+    let what = || format!("modules disk {}", device.display());
+    wait_for_disk(device).map_err(failed(what()))?;
+    let mount = || {
+        let context = fsopen("ext4", FsOpenFlags::FSOPEN_CLOEXEC)?;
+        fsconfig_set_string(&context, "source", device)?;
+        fsconfig_set_flag(&context, "ro")?;
+        fsconfig_create(&context)?;
+        let sealed = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+        fsmount(&context, FsMountFlags::FSMOUNT_CLOEXEC, sealed | MountAttrFlags::MOUNT_ATTR_RDONLY)
+    };
+    mount().map_err(failed::<rustix::io::Errno>(what()))
 }
 
 /// Gives the file system all of its disk, which `--disk` may have made larger than the image. With nothing to do it

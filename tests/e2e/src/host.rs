@@ -33,15 +33,28 @@ pub(crate) fn directory() -> tempfile::TempDir {
     tempfile::Builder::new().prefix("bulkhead-test-").tempdir_in(scratch()).unwrap()
 }
 
-/// The kernels, oldest first: (release without the packaging, directory).
+/// The kernels, oldest first: (release, directory).
 pub(crate) fn kernels() -> Vec<(String, PathBuf)> {
+    let record = |path: PathBuf| {
+        let record: serde_json::Value = serde_json::from_slice(&fs::read(path.join("kernel.json")).ok()?).unwrap();
+        Some((record["release"].as_str().unwrap().to_owned(), path))
+    };
     let mut found: Vec<_> = fs::read_dir(from_environment("BULKHEAD_HOME").join("kernels"))
         .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path))
+        .filter_map(|entry| record(entry.unwrap().path()))
         .collect();
-    found.sort_by_key(|(name, _)| name.split(['.', '-', '~']).map(|n| n.parse().unwrap_or(0)).collect::<Vec<u32>>());
+    found.sort_by_key(|(name, _)| name.split(['.', '-', '+']).map(|n| n.parse().unwrap_or(0)).collect::<Vec<u32>>());
     found
+}
+
+/// A Debian package of a kernel of this series, as it was fetched.
+pub(crate) fn package(series: &str) -> PathBuf {
+    from_environment("BULKHEAD_HOME").join(format!("packages/{series}.deb"))
+}
+
+/// Another kernel's package, unpacked: `boot/vmlinuz-*` and `lib/modules`. Its ext4 is a module.
+pub(crate) fn unpacked() -> PathBuf {
+    from_environment("BULKHEAD_HOME").join("packages/unpacked")
 }
 
 /// The newest kernel's directory.

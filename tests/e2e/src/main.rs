@@ -15,6 +15,7 @@ mod pty;
 
 mod boot;
 mod hostile;
+mod kernel;
 mod kill;
 mod machine;
 mod refusals;
@@ -40,7 +41,16 @@ fn deadline() -> Duration {
 }
 
 fn main() -> ExitCode {
-    let parts = [boot::TESTS, machine::TESTS, run::TESTS, tty::TESTS, refusals::TESTS, kill::TESTS, hostile::TESTS];
+    let parts = [
+        boot::TESTS,
+        kernel::TESTS,
+        machine::TESTS,
+        run::TESTS,
+        tty::TESTS,
+        refusals::TESTS,
+        kill::TESTS,
+        hostile::TESTS,
+    ];
     let tests: Vec<Test> = parts.concat();
     // Each test is a process of its own, so that one which aborts or hangs takes no other along.
     if let [_, "--one", name] = std::env::args().collect::<Vec<_>>().iter().map(String::as_str).collect::<Vec<_>>()[..]
