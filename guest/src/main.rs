@@ -15,6 +15,9 @@ pub extern "C" fn main() -> i32 {
         // The kernel hands on the words after `--` on its command line.
         guest::agent::boot(env::args_os().skip(1).any(|word| word == guest::build::BUILDER_WORD));
     }
+    if env::args_os().next().is_some_and(|name| name == guest::agent::MODPROBE) {
+        return guest::agent::modprobe(env::args_os().collect());
+    }
     let args: Vec<_> = env::args_os().skip(1).collect();
     match args.iter().map(Path::new).collect::<Vec<_>>()[..] {
         [flag, socket, root] if flag == Path::new("--serve") => serve(socket, root, None),

@@ -34,6 +34,11 @@ pub(crate) fn mark(value: u8) {
 /// Makes a copy of this process, born in a cgroup if one is given: never outside of it for a moment, and without the
 /// kernel-wide wait that moving a process costs. Returns a pidfd of the copy; `None` in the copy.
 pub(crate) fn fork(cgroup: Option<BorrowedFd<'_>>) -> io::Result<Option<OwnedFd>> {
+    Ok(fork_numbered(cgroup)?.map(|(pidfd, _)| pidfd))
+}
+
+/// The same, with the copy's number as this process knows it.
+pub(crate) fn fork_numbered(cgroup: Option<BorrowedFd<'_>>) -> io::Result<Option<(OwnedFd, u32)>> {
     let mut pidfd: c_int = -1;
     // SAFETY: a C struct of integers, for which zero is a value.
     let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
@@ -51,8 +56,8 @@ pub(crate) fn fork(cgroup: Option<BorrowedFd<'_>>) -> io::Result<Option<OwnedFd>
     match unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<libc::clone_args>()) } {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
-        // SAFETY: the kernel just gave it, and nobody else has it.
-        _ => Ok(Some(unsafe { OwnedFd::from_raw_fd(pidfd) })),
+        // SAFETY: the kernel just gave the descriptor, and nobody else has it.
+        number => Ok(Some((unsafe { OwnedFd::from_raw_fd(pidfd) }, narrow(number)?))),
     }
 }
 

@@ -6,6 +6,7 @@ mod connection;
 mod exec;
 mod image;
 mod machine;
+mod modprobe;
 mod requests;
 mod server;
 mod tarball;
@@ -13,3 +14,4 @@ mod user;
 mod workload;
 
 pub use machine::{boot, serve_directory};
+pub use modprobe::{MODPROBE, modprobe};

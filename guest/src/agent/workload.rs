@@ -5,7 +5,7 @@
 //! namespace for its children: each fork of it is then a process of the workload's and yet its own child, so it can
 //! wait for it. Only the mount namespace has to be entered.
 
-use super::cgroup::Cgroup;
+use super::{cgroup::Cgroup, modprobe};
 use crate::sys;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -91,9 +91,11 @@ impl Workload {
         sys::unshare(UnshareFlags::NEWPID | UnshareFlags::NEWUTS).map_err(failed("unshare"))?;
         let terminals = terminals().map_err(failed("devpts"))?;
         let (report, status) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(failed("pipe"))?;
-        let Some(pidfd) = sys::fork(birthplace.as_ref().map(AsFd::as_fd)).map_err(failed("fork"))? else {
-            init(root, cgroup.is_some(), &terminals, &status)
-        };
+        let forked = sys::fork_numbered(birthplace.as_ref().map(AsFd::as_fd)).map_err(failed("fork"))?;
+        let Some((pidfd, number)) = forked else { init(root, cgroup.is_some(), &terminals, &status) };
+        if matches!(root, Root::Disk { modules: Some(_), .. }) {
+            modprobe::answer(number).map_err(failed("modprobe"))?;
+        }
         drop(status);
         rustix::io::ioctl_fionbio(&report, true).map_err(failed("pipe"))?;
         Ok(Workload { pidfd, terminals, cgroup, state: State::Preparing(report), root: root.clone() })

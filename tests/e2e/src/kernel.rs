@@ -79,12 +79,14 @@ fn a_vmlinuz_with_its_modules_becomes_one_too() {
 
 fn modules_come_from_a_disk_of_their_own() {
     let bulkhead = Bulkhead::new();
-    let script = "uname -r; ls -d /lib/modules/[1-9]*; modprobe dummy && grep -c '^dummy ' /proc/modules
+    // Also those that the kernel asks for by itself, here when something is mounted.
+    let script = "mkdir -p /mnt; mount -t overlay none /mnt -o lowerdir=/bin:/etc 2>/dev/null && ls -d /mnt/sh
+                  uname -r; ls -d /lib/modules/[1-9]*; modprobe dummy && grep -c '^dummy ' /proc/modules
                   touch /lib/modules/x 2>/dev/null || echo read-only; mount -o remount,rw /lib/modules 2>/dev/null || echo still
                   dd if=/dev/zero of=/dev/vdb count=1 2>/dev/null || echo neither; env | grep -c MODULES";
     let said = bulkhead.output(&["run", "--modules", "busybox", "sh", "-c", script]);
     let (release, _) = host::kernels().pop().unwrap();
     // No variable of the agent's is the workload's.
     let said = (said.code, said.stdout);
-    assert_eq!(said, (1, format!("{release}\n/lib/modules/{release}\n1\nread-only\nstill\nneither\n0\n")));
+    assert_eq!(said, (1, format!("/mnt/sh\n{release}\n/lib/modules/{release}\n1\nread-only\nstill\nneither\n0\n")));
 }
