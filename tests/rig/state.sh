@@ -4,7 +4,7 @@
 # leaves no older kernel.
 #
 #   kernels/         imported from Debian's packages by bulkhead; the newest with all of its modules
-#   images/          see resources/images
+#   images/          imported by bulkhead from the root tars that resources/images makes
 #   packages/        the packages' files, and "unpacked", another kernel with its modules: what the tests import
 set -euo pipefail
 . "$(dirname "$(readlink -f "$0")")/common.sh"
@@ -54,30 +54,52 @@ done
 find "$home/packages" -name '.*' -type f -mtime +30 -delete
 ln -sfnT "$("$tree/resources/kernels/package.sh" "$host_series")" "$home/packages/unpacked"
 
+# Root tars are made by recipes; bulkhead makes images of them, which takes guests. What they were made from names them.
+recipes=$tree/resources/images
+builder=$(sed -n 's/^pub const BUILDER_VERSION.*= \(.*\);/\1/p' "$tree/guest/src/build.rs")
+wanted=() missing=()
 for image; do
     case $image in
     fio) "$rig/need" fio ;;
     debian) "$rig/need" mmdebstrap ;;
     esac
     case $image in
-    busybox) mib=256 made_from=$(sha256sum /bin/busybox) ;;
-    fio) mib=4096 made_from=$(dpkg-query -W fio busybox-static) ;;
+    busybox) size=256M made_from=$(sha256sum /bin/busybox) ;;
+    fio) size=4G made_from=$(dpkg-query -W fio busybox-static) ;;
     # Made anew each month, for what Debian has mended meanwhile.
-    debian) mib=4096 made_from=$(cat /etc/os-release; date +%Y-%m) ;;
+    debian) size=4G made_from=$(cat /etc/os-release; date +%Y-%m) ;;
     *)
         echo "state.sh: no image $image" >&2
         exit 1
         ;;
     esac
-    recipes=$tree/resources/images
-    key=$(cat "$recipes"/{"$image",common,ext4}.sh - <<<"$made_from" | sha256sum | cut -c1-16)
-    dir=$cache/images/$image-$key
-    if [ ! -e "$dir/image.json" ]; then
-        mkdir -p "$cache/images"
-        tar=$cache/images/$image-$key.tar
-        [ -e "$tar" ] || "$recipes/$image.sh" "$tar" >&2
-        "$recipes/ext4.sh" "$image" "$mib" "$tar" "$dir"
+    key=$image-$(cat "$recipes"/{"$image",common}.sh - <<<"$made_from $size" | sha256sum | cut -c1-16)
+    wanted+=("$image $key-$builder")
+    if [ ! -e "$home/images/$(cat "$home/images/.$key-$builder" 2>/dev/null || true)/image.json" ]; then
+        mkdir -p "$cache/tars"
+        [ -e "$cache/tars/$key.tar" ] || "$recipes/$image.sh" "$cache/tars/$key.tar" >&2
+        missing+=("$image" "$size" "$cache/tars/$key.tar")
     fi
-    ln -sfnT "$dir" "$home/images/$image"
+done
+work=$(mktemp -d "$home/images/.new.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+if [ ${#missing[@]} -gt 0 ]; then
+    "$rig/host" -m 4096 -t 900 -o "$work" -- env BULKHEAD_HOME="$home" BULKHEAD_DIST="${bulkhead%/bin/bulkhead}" \
+        "$recipes/import.sh" "${missing[@]}" >&2
+fi
+mkdir -p "$home/images/names"
+for pair in "${wanted[@]}"; do
+    read -r image stamp <<<"$pair"
+    if [ -e "$work/$image" ]; then
+        id=$(sed -n 's/^  "id": "\(.*\)",$/\1/p' "$work/$image/image.json")
+        rm -rf "${home:?}/images/$id"
+        mv -T "$work/$image" "$home/images/$id"
+        echo "$id" >"$home/images/.$stamp"
+    fi
+    ln -sfnT "../$(cat "$home/images/.$stamp")" "$home/images/names/$image"
+done
+# What has lost its name is an older one.
+"$bulkhead" image list -q | while read -r id; do
+    find "$home/images/names" -lname "../$id" | grep -q . || "$bulkhead" image rm "$id" >/dev/null
 done
 echo "$home"

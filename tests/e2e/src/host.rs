@@ -74,7 +74,7 @@ pub(crate) fn state() -> tempfile::TempDir {
 
 /// The root file system of an image.
 pub(crate) fn image(name: &str) -> PathBuf {
-    from_environment("BULKHEAD_HOME").join("images").join(name).join("root.img")
+    from_environment("BULKHEAD_HOME").join("images/names").join(name).join("root.img")
 }
 
 /// Opens a file for reading.

@@ -207,7 +207,11 @@ impl Drop for Place {
 fn for_nobody() -> (Place, PathBuf, PathBuf) {
     let place = Place::new();
     let [programs, home] = ["programs", "home"].map(|name| place.0.join(name));
-    let image = host::image("busybox").canonicalize().unwrap();
+    // An image of which nothing is read before the device.
+    let image = home.join("images/busybox");
+    fs::create_dir_all(&image).unwrap();
+    fs::write(image.join("root.img"), [0; 8192]).unwrap();
+    fs::write(image.join("image.json"), r#"{"config":{}}"#).unwrap();
     // As much of a kernel as is looked at before the device.
     let kernel = home.join("kernels/beginning");
     fs::create_dir_all(&kernel).unwrap();
@@ -215,13 +219,8 @@ fn for_nobody() -> (Place, PathBuf, PathBuf) {
     host::open(&host::newest_kernel().join("vmlinux")).read_exact(&mut head).unwrap();
     fs::write(kernel.join("vmlinux"), head).unwrap();
     fs::write(kernel.join("modules.cpio"), "").unwrap();
-    for (from, to) in [
-        (host::program("").canonicalize().unwrap(), programs.clone()),
-        (image.parent().unwrap().to_owned(), home.join("images/busybox")),
-    ] {
-        fs::create_dir_all(&to).unwrap();
-        mount_bind(from, to).unwrap();
-    }
+    fs::create_dir_all(&programs).unwrap();
+    mount_bind(host::program("").canonicalize().unwrap(), &programs).unwrap();
     if rustix::process::getuid().is_root() {
         chown(&home, Some(NOBODY), Some(NOBODY)).unwrap();
     }
