@@ -20,6 +20,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vmm_control::{BlockStats, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::batch::Batch;
 use super::chain::Chain;
 use super::device::Reset;
 use super::notify::wants_interrupt;
@@ -128,7 +129,14 @@ impl Block {
         for (queue, kick) in kicks.into_iter().enumerate() {
             let (commands, inbox) = channel();
             let kick_too = kick.try_clone()?;
-            let server = Server { backing: backing.clone(), kick: kick_too, inbox, queue: None, write_through: false };
+            let server = Server {
+                backing: backing.clone(),
+                kick: kick_too,
+                inbox,
+                queue: None,
+                write_through: false,
+                batch: Batch::new(),
+            };
             let thread = std::thread::Builder::new()
                 .name(format!("blk{}.{queue}", backing.index))
                 .stack_size(256 << 10)
@@ -239,6 +247,7 @@ struct Server {
     inbox: Receiver<Command>,
     queue: Option<Box<Queue>>,
     write_through: bool,
+    batch: Batch,
 }
 
 /// Why serving stopped before the queue was empty.
@@ -261,6 +270,7 @@ impl Server {
                         Command::Serve { queue, write_through } => {
                             self.queue = Some(queue);
                             self.write_through = write_through;
+                            self.batch = Batch::new();
                         }
                         Command::Release => {
                             self.queue = None;
@@ -294,13 +304,15 @@ impl Server {
     ///
     /// The guest hears of half of what waits, then of half of what waits by then, and so on: it reaps the first half
     /// and adds to the queue while we serve the second. One interrupt for each request costs too much; one for all
-    /// leaves each side waiting for the other. Nothing that can wait for the host's disk holds back what is done already.
-    fn serve(&self, queue: &mut Queue) -> Result<(), Pause> {
-        let ram = &self.backing.ram;
+    /// leaves each side waiting for the other. Where we are faster than it, little ever waits, and [`Batch`] says how many
+    /// to hold back. Nothing that can wait for the host's disk holds back what is done already.
+    fn serve(&mut self, queue: &mut Queue) -> Result<(), Pause> {
+        let ram = &self.backing.ram.clone();
+        let mut untold = 0u16;
         loop {
             queue.disable_notification(ram).map_err(|_| Pause::Broken)?;
             let begun = Instant::now();
-            let (mut untold, mut batch) = (0u16, half_of_waiting(ram, queue)?);
+            let mut batch = half_of_waiting(ram, queue)?.max(self.batch.target());
             while let Some(chain) = queue.iter(ram).map_err(|_| Pause::Broken)?.next() {
                 let head = chain.head_index();
                 let request = Request::parse(Chain::new(ram, queue, head), ram);
@@ -313,13 +325,20 @@ impl Server {
                 untold = untold.saturating_add(1);
                 if untold >= batch {
                     self.tell_guest(queue)?;
-                    (untold, batch) = (0, half_of_waiting(ram, queue)?);
+                    self.batch.reached();
+                    (untold, batch) = (0, half_of_waiting(ram, queue)?.max(self.batch.target()));
                 }
             }
+            let served = begun.elapsed();
             if untold > 0 {
+                if look_for_more(ram, queue, served)? {
+                    continue;
+                }
+                self.batch.fell_short(untold);
                 self.tell_guest(queue)?;
+                untold = 0;
             }
-            if look_for_more(ram, queue, begun.elapsed())? {
+            if look_for_more(ram, queue, served)? {
                 continue;
             }
             if !queue.enable_notification(ram).map_err(|_| Pause::Broken)? {

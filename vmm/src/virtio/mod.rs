@@ -1,5 +1,6 @@
 //! virtio devices and their transport.
 
+mod batch;
 pub mod block;
 pub mod chain;
 pub mod device;

@@ -1,0 +1,86 @@
+//! How many requests are done before the guest hears of them.
+//!
+//! Pure: what happened comes in, how many to wait for goes out. An interrupt costs the guest more than a request costs us,
+//! so a guest that has many requests under way should hear of several at once; one that waits for its only request must
+//! hear at once. What it has under way cannot be seen, so it is learned: the number doubles while the guest offers more
+//! although it was told nothing, and falls back to what came when it does not.
+
+/// Most requests that are held back. A guest with 16 under way then reaps one half while we serve the other.
+const MOST: u16 = 8;
+/// Batches between two attempts to make them larger, after one that failed: an attempt in vain costs a short look.
+const PATIENCE: u16 = 64;
+
+/// What was learned of one guest's queue.
+#[derive(Debug)]
+pub(super) struct Batch {
+    target: u16,
+    patience: u16,
+}
+
+impl Batch {
+    /// Nothing is known.
+    pub(super) fn new() -> Self {
+        Self { target: 1, patience: 0 }
+    }
+
+    /// Requests to have done before the guest is told.
+    pub(super) fn target(&self) -> u16 {
+        self.target
+    }
+
+    /// So many were done, and the guest was told.
+    pub(super) fn reached(&mut self) {
+        if self.patience == 0 {
+            self.target = self.target.saturating_mul(2).min(MOST);
+        } else {
+            self.patience = self.patience.saturating_sub(1);
+        }
+    }
+
+    /// Only so many were done, and the guest offered no more.
+    pub(super) fn fell_short(&mut self, done: u16) {
+        self.target = done.clamp(1, MOST);
+        self.patience = PATIENCE;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Plays a guest with so many requests under way, which offers a new one for each that it is told of. Says what each
+    /// of the last interrupts told, and how many looks were in vain in all.
+    fn play(under_way: u16) -> (Vec<u16>, u32) {
+        let (mut batch, mut told, mut in_vain) = (Batch::new(), Vec::new(), 0);
+        for _ in 0..200 {
+            let done = batch.target().min(under_way);
+            if done < batch.target() {
+                in_vain += 1;
+                batch.fell_short(done);
+            } else {
+                batch.reached();
+            }
+            told.push(done);
+        }
+        (told.split_off(190), in_vain)
+    }
+
+    #[test]
+    fn a_guest_with_one_request_hears_at_once() {
+        let (told, in_vain) = play(1);
+        assert_eq!(told, [1; 10]);
+        assert!(in_vain <= 4, "{in_vain}");
+    }
+
+    #[test]
+    fn a_guest_with_many_hears_of_half_of_them() {
+        assert_eq!(play(16), (vec![8; 10], 0));
+    }
+
+    #[test]
+    fn a_guest_with_a_few_hears_of_all() {
+        let (told, in_vain) = play(3);
+        assert_eq!(told, [3; 10]);
+        assert!(in_vain <= 4, "{in_vain}");
+    }
+}
