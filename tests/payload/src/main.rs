@@ -57,7 +57,7 @@ fn garbage(seed: u64) {
     queues::misuse(&machine, seed, Manners::Good, 4);
     queues::misuse(&machine, seed, Manners::Bad, 40);
     ports::mark(23);
-    from_every_cpu(seed, |seed| queues::misuse(&machine, seed, Manners::Crowded, 40));
+    from_every_cpu(seed, |seed| queues::misuse(&machine, seed, Manners::Crowded, 10));
     ports::mark(24);
     // The devices still work.
     queues::misuse(&machine, seed, Manners::Good, 1);
