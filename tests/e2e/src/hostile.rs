@@ -105,7 +105,7 @@ fn garbage(seed: u64) {
     ];
     let vmm = Vmm::start(config, &parts.each_ref()).unwrap();
     let (mut answers, mut connections) = (0, Vec::new());
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(240);
     let (reason, stats) = loop {
         // It may have ended: its last words tell. A guest that hangs is stopped.
         let _ = vmm.send(if Instant::now() < deadline { &Request::Stats } else { &Request::Stop });
