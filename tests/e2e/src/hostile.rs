@@ -67,15 +67,24 @@ fn a_guest_that_never_boots_is_given_up() {
 /// Every port, every register, then each device by its rules and against them, from one CPU and from all: the VMM
 /// answers all the while, and the devices work afterwards.
 fn garbage_everywhere() {
-    let soak = std::env::var_os("BULKHEAD_SOAK").is_some();
-    // With other seeds, 1 among them, a guest can come to a triple fault of its own, and in the rig that can take the emulated
-    // host's kernel along; a soak goes through them all.
-    let first = std::env::var("SEED").map_or(1000, |seed| seed.parse().unwrap());
-    for seed in first..first + if soak { 50 } else { 1 } {
-        let (progress, name) = (host::Progress::of_this_run(), format!("garbage of seed {seed}"));
-        if !progress.has(&name) {
+    let wanted = if std::env::var_os("BULKHEAD_SOAK").is_some() { 50 } else { 1 };
+    let first: u64 = std::env::var("SEED").map_or(1, |seed| seed.parse().unwrap());
+    let progress = host::Progress::of_this_run();
+    let mut passed = 0;
+    for seed in first.. {
+        let [began, ended] = ["began", "ended"].map(|what| format!("garbage of seed {seed} {what}"));
+        if progress.has(&ended) {
+            passed += 1;
+        } else if !progress.has(&began) {
+            // Where it began and did not end, the emulated host's kernel died of its guest (see tests/rig/README.md), which
+            // says nothing of the VMM: another seed has to.
+            progress.add(&began);
             garbage(seed);
-            progress.add(&name);
+            progress.add(&ended);
+            passed += 1;
+        }
+        if passed == wanted {
+            break;
         }
     }
 }
