@@ -12,7 +12,7 @@ pub const AGENT_PORT: u32 = 1024;
 pub const VERSIONS: &[u32] = &[1];
 
 /// What this agent can do beyond the bare protocol version. A host checks here before it uses one.
-pub const CAPABILITIES: &[&str] = &["exec", "pty", "tar", "sync", "poweroff", "build-image"];
+pub const CAPABILITIES: &[&str] = &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image"];
 
 /// Execs that exist at once, running or not yet released. More are refused.
 pub const MAX_EXECS: usize = 64;
@@ -220,6 +220,57 @@ impl ExecSpec {
     pub fn tar_create(id: impl Into<String>, path: impl Into<String>) -> ExecSpec {
         ExecSpec { id: id.into(), kind: ExecKind::TarCreate { path: path.into() }, ..ExecSpec::default() }
     }
+
+    /// Writes all that matches a pattern to stdout as a tar archive, directories with all below them. Names in it are
+    /// relative to the pattern's part before the first one with a wildcard, or to the parent if there is none. What
+    /// matches nothing gives an archive without entries.
+    #[must_use]
+    pub fn tar_glob(id: impl Into<String>, pattern: impl Into<String>) -> ExecSpec {
+        ExecSpec { id: id.into(), kind: ExecKind::TarGlob { pattern: pattern.into() }, ..ExecSpec::default() }
+    }
+
+    /// Writes one [`FileStat`] in JSON to stdout.
+    #[must_use]
+    pub fn stat(id: impl Into<String>, path: impl Into<String>, follow: bool) -> ExecSpec {
+        ExecSpec { id: id.into(), kind: ExecKind::Stat { path: path.into(), follow }, ..ExecSpec::default() }
+    }
+}
+
+/// What stands at a path.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileStat {
+    /// What it is.
+    pub kind: FileKind,
+    /// Where it is once all links are followed, if that was asked for, it is there and its name is UTF-8.
+    pub path: Option<String>,
+    /// The user who asked, by number.
+    pub uid: u32,
+    /// The group of the user who asked, by number.
+    pub gid: u32,
+}
+
+/// Kinds of file, as far as a copy cares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs)]
+pub enum FileKind {
+    Absent,
+    Directory,
+    File,
+    Link,
+    Other,
+}
+
+/// Checks a pattern of [`ExecKind::TarGlob`].
+///
+/// # Errors
+/// Where it is wrong, in words.
+pub fn check_pattern(pattern: &str) -> Result<(), SpecError> {
+    match glob::Pattern::new(pattern) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(SpecError::Pattern { pattern: pattern.to_owned(), why: error.msg }),
+    }
 }
 
 /// What an exec runs.
@@ -245,6 +296,18 @@ pub enum ExecKind {
     BuildImage {
         /// Whether names may be whiteouts; if not, there is one archive, and its names are names.
         layered: bool,
+    },
+    /// The agent's own tar writer, for what matches a pattern (`*`, `?`, `[…]`; `**` for any number of directories).
+    TarGlob {
+        /// What from, in the workload's file system.
+        pattern: String,
+    },
+    /// Looks what stands at a path.
+    Stat {
+        /// Where, in the workload's file system.
+        path: String,
+        /// Whether a link stands for what it leads to.
+        follow: bool,
     },
 }
 
@@ -424,6 +487,14 @@ pub enum SpecError {
     /// limit {0:?}: soft is above hard
     #[error("limit {0:?}: soft is above hard")]
     Limit(Resource),
+    /// pattern {pattern:?}: {why}
+    #[error("pattern {pattern:?}: {why}")]
+    Pattern {
+        /// Its text.
+        pattern: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
     /// tar and build execs have no terminal
     #[error("tar and build execs have no terminal")]
     TarTerminal,
@@ -451,7 +522,10 @@ impl ExecSpec {
             ExecKind::BuildImage { .. } if self.terminal.is_some() => return Err(SpecError::TarTerminal),
             ExecKind::BuildImage { .. } if !self.stdin => return Err(SpecError::TarStdin),
             ExecKind::BuildImage { .. } => {}
-            ExecKind::TarExtract { dir: path } | ExecKind::TarCreate { path } => {
+            ExecKind::TarExtract { dir: path }
+            | ExecKind::TarCreate { path }
+            | ExecKind::TarGlob { pattern: path }
+            | ExecKind::Stat { path, .. } => {
                 no_nul("the tar path", [path])?;
                 if !path.starts_with('/') {
                     return Err(SpecError::Path { what: "tar path", path: path.clone() });
@@ -461,6 +535,9 @@ impl ExecSpec {
                 }
                 if matches!(self.kind, ExecKind::TarExtract { .. }) && !self.stdin {
                     return Err(SpecError::TarStdin);
+                }
+                if let ExecKind::TarGlob { pattern } = &self.kind {
+                    check_pattern(pattern)?;
                 }
             }
         }
@@ -531,6 +608,9 @@ mod tests {
         assert_eq!(ExecSpec { rlimits: vec![limit], ..good }.check(), Err(SpecError::Limit(Resource::Nofile)));
         assert!(ExecSpec::tar_extract("a", "x").check().is_err());
         assert_eq!(ExecSpec::tar_extract("a", "/x").check(), Ok(()));
+        assert_eq!(ExecSpec::tar_glob("a", "/x/**/*.[ch]").check(), Ok(()));
+        assert!(matches!(ExecSpec::tar_glob("a", "/x/[").check(), Err(SpecError::Pattern { .. })));
+        assert!(matches!(ExecSpec::stat("a", "x", true).check(), Err(SpecError::Path { .. })));
         assert_eq!(ExecSpec { stdin: false, ..ExecSpec::tar_extract("a", "/x") }.check(), Err(SpecError::TarStdin));
     }
 

@@ -126,6 +126,8 @@ fn start(spec: &ExecSpec, ends: &Ends, place: &Place<'_>) -> Result<std::convert
         }
         ExecKind::TarExtract { dir } => finish("bulkhead-untar", ends, || tarball::extract(Path::new(dir))),
         ExecKind::TarCreate { path } => finish("bulkhead-tar", ends, || tarball::create(path)),
+        ExecKind::TarGlob { pattern } => finish("bulkhead-tar", ends, || tarball::create_matching(pattern)),
+        ExecKind::Stat { path, follow } => finish("bulkhead-stat", ends, || tarball::stat(Path::new(path), *follow)),
     }
 }
 

@@ -8,7 +8,7 @@ use super::{
     workload::{self, Workload},
 };
 use crate::{
-    message::{ExecSpec, ExitRecord, FromAgent, MAX_TEXT, StartFailure, Stream},
+    message::{ExecKind, ExecSpec, ExitRecord, FromAgent, MAX_TEXT, StartFailure, Stream},
     sys,
     window::{CREDIT, Receiver, Sender, WindowError},
 };
@@ -32,6 +32,9 @@ const TERMINAL_GRACE: Duration = Duration::from_millis(200);
 
 /// Signals kept for a command that waits for the workload's root; more of them say nothing new.
 const MAX_EARLY_SIGNALS: usize = 32;
+
+/// Size of the pipe to a process of ours that unpacks, in bytes.
+const COPY_PIPE: usize = 1 << 20;
 
 /// What ends a terminal's input: control-D.
 const END_OF_INPUT: u8 = 4;
@@ -140,6 +143,10 @@ impl Exec {
                 if let Some(stdin) = &mut self.stdin {
                     let (theirs, ours) = pipe_with(PipeFlags::CLOEXEC).map_err(failed("pipe"))?;
                     rustix::io::ioctl_fionbio(&ours, true).map_err(failed("pipe"))?;
+                    if matches!(self.spec.kind, ExecKind::TarExtract { .. } | ExecKind::BuildImage { .. }) {
+                        // Fewer changes between us and the process. Where it is refused, the pipe is as large as others.
+                        let _ = rustix::pipe::fcntl_setpipe_size(&ours, COPY_PIPE);
+                    }
                     stdin.fd = Some(ours);
                     child_stdin = Some(theirs);
                 }

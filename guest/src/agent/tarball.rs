@@ -1,10 +1,15 @@
 //! Files in and out of the workload, as tar archives on stdin and stdout. It runs as the exec's user in its
 //! namespaces, so it can do what that user can do and no more.
 
+use crate::message::{FileKind, FileStat};
 use std::{
+    collections::HashSet,
     fs::{self, File, Metadata},
     io::{self, BufReader, BufWriter, Read, Write},
-    os::{fd::AsFd, unix::fs::FileTypeExt},
+    os::{
+        fd::AsFd,
+        unix::fs::{FileTypeExt, MetadataExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -42,27 +47,96 @@ fn explain(error: &io::Error) -> String {
 
 /// Writes a file or a tree to stdout.
 pub(super) fn create(path: &str) -> io::Result<()> {
-    let output = File::from(rustix::stdio::stdout().as_fd().try_clone_to_owned()?);
-    let mut output = BufWriter::with_capacity(BUFFER, output);
+    let mut output = output()?;
     pack(path, &mut output)?;
     output.flush()
 }
 
+/// Writes what matches a pattern to stdout.
+pub(super) fn create_matching(pattern: &str) -> io::Result<()> {
+    let mut output = output()?;
+    pack_matching(pattern, &mut output)?;
+    output.flush()
+}
+
+/// Writes what stands at a path to stdout.
+pub(super) fn stat(path: &Path, follow: bool) -> io::Result<()> {
+    let found = if follow { fs::metadata(path) } else { fs::symlink_metadata(path) };
+    let kind = match &found {
+        Ok(found) if found.is_dir() => FileKind::Directory,
+        Ok(found) if found.is_file() => FileKind::File,
+        Ok(found) if found.is_symlink() => FileKind::Link,
+        Ok(_) => FileKind::Other,
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            FileKind::Absent
+        }
+        Err(error) => return Err(naming(path)(io::Error::new(error.kind(), error.to_string()))),
+    };
+    let resolved = if follow { fs::canonicalize(path).ok() } else { None };
+    let stat = FileStat {
+        kind,
+        path: resolved.and_then(|path| path.into_os_string().into_string().ok()),
+        uid: rustix::process::geteuid().as_raw(),
+        gid: rustix::process::getegid().as_raw(),
+    };
+    let mut output = output()?;
+    serde_json::to_writer(&mut output, &stat)?;
+    output.flush()
+}
+
+fn output() -> io::Result<BufWriter<File>> {
+    let output = File::from(rustix::stdio::stdout().as_fd().try_clone_to_owned()?);
+    Ok(BufWriter::with_capacity(BUFFER, output))
+}
+
 fn pack(path: &str, output: &mut impl Write) -> io::Result<()> {
     let source = Path::new(path);
+    // The first path must be there.
+    fs::symlink_metadata(source).map_err(naming(source))?;
     // `/a/b` is packed as `b`; `/a/b/.` and `/` as what is below.
     let name = match source.file_name() {
         Some(name) if !path.ends_with("/.") => PathBuf::from(name),
         _ => PathBuf::from("."),
     };
     let mut builder = tar::Builder::new(output);
+    pack_tree(&mut builder, source.to_owned(), name)?;
+    builder.finish()
+}
+
+fn pack_matching(pattern: &str, output: &mut impl Write) -> io::Result<()> {
+    // Names begin after the fixed part, in which nothing matches but itself.
+    let fixed: PathBuf = Path::new(pattern)
+        .components()
+        .take_while(|part| !part.as_os_str().to_string_lossy().contains(['*', '?', '[']))
+        .collect();
+    let base = if fixed == Path::new(pattern) { fixed.parent().unwrap_or(&fixed) } else { &fixed };
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
+    let matches = glob::glob_with(pattern, options).map_err(io::Error::other)?;
+    let mut builder = tar::Builder::new(output);
+    let mut packed = HashSet::new();
+    for found in matches {
+        let found =
+            found.map_err(|error| naming(error.path())(io::Error::new(error.error().kind(), error.to_string())))?;
+        // What lies below one that is packed is packed with it.
+        if found.ancestors().any(|above| packed.contains(above)) {
+            continue;
+        }
+        let name = found.strip_prefix(base).unwrap_or(&found).to_owned();
+        let name = if name.as_os_str().is_empty() { PathBuf::from(".") } else { name };
+        pack_tree(&mut builder, found.clone(), name)?;
+        packed.insert(found);
+    }
+    builder.finish()
+}
+
+fn pack_tree(builder: &mut tar::Builder<impl Write>, source: PathBuf, name: PathBuf) -> io::Result<()> {
     builder.follow_symlinks(false);
     builder.sparse(false);
-    let mut waiting = vec![(source.to_owned(), name)];
+    let mut waiting = vec![(source, name)];
     while let Some((source, name)) = waiting.pop() {
-        // What vanishes while the tree is walked was never there; the first path must be.
+        // What vanishes while the tree is walked was never there.
         let metadata = match fs::symlink_metadata(&source) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound && source != Path::new(path) => continue,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             other => other.map_err(naming(&source))?,
         };
         if metadata.file_type().is_socket() {
@@ -74,12 +148,29 @@ fn pack(path: &str, output: &mut impl Write) -> io::Result<()> {
                 waiting.push((entry.path(), name.join(entry.file_name())));
             }
         }
-        append(&mut builder, &source, &name, &metadata).map_err(naming(&source))?;
+        append(builder, &source, &name, &metadata).map_err(naming(&source))?;
     }
-    builder.finish()
+    Ok(())
 }
 
 fn append(builder: &mut tar::Builder<impl Write>, source: &Path, name: &Path, metadata: &Metadata) -> io::Result<()> {
+    let kind = metadata.file_type();
+    let special = match () {
+        () if kind.is_fifo() => Some(tar::EntryType::Fifo),
+        () if kind.is_char_device() => Some(tar::EntryType::Char),
+        () if kind.is_block_device() => Some(tar::EntryType::Block),
+        () => None,
+    };
+    if let Some(special) = special {
+        // The builder would give these their path here as their name.
+        let mut header = tar::Header::new_gnu();
+        header.set_metadata(metadata);
+        header.set_entry_type(special);
+        header.set_size(0);
+        header.set_device_major(rustix::fs::major(metadata.rdev()))?;
+        header.set_device_minor(rustix::fs::minor(metadata.rdev()))?;
+        return builder.append_data(&mut header, name, io::empty());
+    }
     if !metadata.is_file() {
         return builder.append_path_with_name(source, name);
     }
@@ -111,6 +202,12 @@ mod tests {
         fs::set_permissions(tree.join("script"), fs::Permissions::from_mode(0o750)).unwrap();
         symlink("script", tree.join("link")).unwrap();
         symlink("/nowhere", tree.join("dangling")).unwrap();
+        // Only root may make the device.
+        let (null, pipe) = (rustix::fs::makedev(1, 3), rustix::fs::FileType::Fifo);
+        let mode = rustix::fs::Mode::RWXU;
+        rustix::fs::mknodat(rustix::fs::CWD, tree.join("pipe"), pipe, mode, 0).unwrap();
+        let device =
+            rustix::fs::mknodat(rustix::fs::CWD, tree.join("null"), rustix::fs::FileType::CharacterDevice, mode, null);
         fs::create_dir(tree.join("empty")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(tree.join("socket")).unwrap();
 
@@ -124,6 +221,15 @@ mod tests {
         assert_eq!(fs::read_link(tree.join("link")).unwrap(), Path::new("script"));
         assert_eq!(fs::read_link(tree.join("dangling")).unwrap(), Path::new("/nowhere"));
         assert!(tree.join("empty").is_dir());
+        let special: Vec<_> = tar::Archive::new(&archive[..])
+            .entries()
+            .unwrap()
+            .map(|entry| entry.unwrap().header().clone())
+            .filter(|header| !matches!(header.entry_type().as_byte(), b'0' | b'2' | b'5'))
+            .map(|header| (header.entry_type().as_byte(), header.device_minor().unwrap()))
+            .collect();
+        let expected = if device.is_ok() { &[(b'3', Some(3)), (b'6', Some(0))][..] } else { &[(b'6', Some(0))] };
+        assert!(special.len() == expected.len() && expected.iter().all(|one| special.contains(one)), "{special:?}");
         assert!(!tree.join("socket").exists());
 
         let mut archive = Vec::new();
@@ -131,6 +237,37 @@ mod tests {
         let to = tempfile::tempdir().unwrap();
         unpack(&mut &archive[..], to.path()).unwrap();
         assert!(to.path().join("script").is_file());
+    }
+
+    fn names(archive: &[u8]) -> Vec<String> {
+        let mut archive = tar::Archive::new(archive);
+        let names = archive.entries().unwrap().map(|entry| entry.unwrap().path().unwrap().display().to_string());
+        names.collect()
+    }
+
+    #[test]
+    fn a_pattern_packs_what_matches_once() {
+        let from = tempfile::tempdir().unwrap();
+        fs::create_dir_all(from.path().join("out/deep/er")).unwrap();
+        for file in ["out/a.txt", "out/b.txt", "out/c.log", "out/.hidden.txt", "out/deep/d.txt", "out/deep/er/e.txt"] {
+            fs::write(from.path().join(file), file).unwrap();
+        }
+        let packed = |pattern: &str| {
+            let mut archive = Vec::new();
+            pack_matching(&format!("{}/{pattern}", from.path().display()), &mut archive).unwrap();
+            let mut names = names(&archive);
+            names.sort();
+            names
+        };
+        assert_eq!(packed("out/*.txt"), ["a.txt", "b.txt"]);
+        assert_eq!(packed("out/[ac].*"), ["a.txt", "c.log"]);
+        assert_eq!(packed("*/deep/d.txt"), ["out/deep/d.txt"]);
+        assert_eq!(packed("out/c.log"), ["c.log"]);
+        assert_eq!(packed("out/**/e.*"), ["deep/er/e.txt"]);
+        let whole = ["out", "out/.hidden.txt", "out/a.txt", "out/b.txt", "out/c.log", "out/deep"];
+        assert_eq!(packed("out")[..6], whole);
+        assert_eq!(packed("out/**/*").len(), 7, "nothing twice");
+        assert!(packed("none/*").is_empty());
     }
 
     #[test]
