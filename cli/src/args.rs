@@ -4,9 +4,10 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{exec, list, run};
+use crate::commands::{completion, cp, doctor, exec, inspect, list, rm, run};
 use crate::image::ImageCommand;
 use crate::units::{parse_duration, parse_size};
 
@@ -48,6 +49,16 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: crate::kernel::Command,
     },
+    /// Print everything about runs, as JSON
+    Inspect(inspect::Inspect),
+    /// Copy files between here and a running run
+    Cp(cp::Cp),
+    /// Remove runs
+    Rm(rm::Rm),
+    /// Check whether this host can run microVMs, and say how to mend what is not right
+    Doctor(doctor::Doctor),
+    /// Print completions for a shell
+    Completion(completion::Completion),
     /// Print the counters of a running run's VMM, as JSON
     #[command(hide = true)]
     Stats {
@@ -59,11 +70,15 @@ pub(crate) enum Command {
     Supervise {
         /// The run's directory
         directory: PathBuf,
+        /// Whether a directory for artifacts came along
+        #[arg(long)]
+        artifacts: bool,
     },
 }
 
-/// What is wrong with a command line, in one line: clap's message and tips, without its usage, which `--help` shows.
-pub(crate) fn wrong_usage(error: &clap::Error) -> String {
+/// What is wrong with a command line, in one line: clap's message and tips, without its usage, which `--help` shows. Where
+/// the message does not say what would be right, the next step is that help.
+pub(crate) fn wrong_usage(error: &clap::Error, argv: &[OsString]) -> String {
     let text = error.render().to_string();
     let said =
         text.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
@@ -74,6 +89,12 @@ pub(crate) fn wrong_usage(error: &clap::Error) -> String {
             line.push_str(if line.ends_with(':') { " " } else { "; " });
         }
         line.push_str(part.strip_prefix("error: ").unwrap_or(part));
+    }
+    let says_what_is_right = matches!(error.kind(), ErrorKind::ValueValidation | ErrorKind::InvalidValue);
+    if !says_what_is_right && !line.contains("; tip: ") {
+        let known = Cli::command();
+        let word = argv.get(1).and_then(|word| word.to_str()).filter(|word| known.find_subcommand(word).is_some());
+        line.push_str(&format!("; see bulkhead {}--help", word.map(|word| format!("{word} ")).unwrap_or_default()));
     }
     line
 }
@@ -178,6 +199,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_fits_a_line() {
+        let wrong_usage = |error: &clap::Error| wrong_usage(error, &["bulkhead".into(), "run".into()]);
         let said = |words: &[&str]| wrong_usage(&run(words).unwrap_err());
         assert_eq!(said(&["--cpus", "1.5", "x"]), "invalid value '1.5' for '--cpus <N>': not a whole number");
         let said = said(&["--memroy", "4G", "x"]);

@@ -31,6 +31,9 @@ pub(crate) enum ClientError {
     /// The supervisor is gone, without a last frame.
     #[error("its supervisor ended unexpectedly")]
     Lost,
+    /// What comes before the command.
+    #[error("{0}")]
+    Prepare(String),
     /// The user's output.
     #[error("cannot write standard {0}: {1}")]
     Output(&'static str, io::Error),
@@ -65,7 +68,12 @@ impl Shared {
 }
 
 /// Takes part until the command's end. Returns what the supervisor says of it.
-pub(crate) fn attach(connection: &UnixStream, mode: Mode) -> Result<Exit, ClientError> {
+/// `prepare` is called when the guest has booted, if the command was to wait for that.
+pub(crate) fn attach(
+    connection: &UnixStream,
+    mode: Mode,
+    prepare: &mut dyn FnMut() -> Result<(), String>,
+) -> Result<Exit, ClientError> {
     let system = |what| move |error| ClientError::System(what, error);
     let shared = Arc::new(Shared {
         connection: Mutex::new(connection.try_clone().map_err(system("connection"))?),
@@ -91,6 +99,10 @@ pub(crate) fn attach(connection: &UnixStream, mode: Mode) -> Result<Exit, Client
     let mut from = connection;
     loop {
         match Frame::read(&mut from)?.ok_or(ClientError::Lost)? {
+            Frame::Ready => {
+                prepare().map_err(ClientError::Prepare)?;
+                shared.send(&Frame::Go);
+            }
             Frame::Started => {
                 let raw = mode.tty && mode.stdin;
                 if raw {

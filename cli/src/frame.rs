@@ -34,6 +34,8 @@ pub(crate) enum Frame {
     Resize(Size),
     /// Client: a signal for the command, by its number on Linux.
     Signal(u8),
+    /// Client: what had to be done before the command is done; it may start.
+    Go,
     /// Supervisor: the command was started.
     Started,
     /// Supervisor: bytes of the command's standard output, or of its terminal.
@@ -44,6 +46,8 @@ pub(crate) enum Frame {
     StdinRoom(u32),
     /// Supervisor: the answer to [`Request::Stats`]. The connection ends.
     Stats(Box<Stats>),
+    /// Supervisor: the guest has booted, and the command waits for [`Frame::Go`].
+    Ready,
     /// Supervisor: the end, after all output. The connection ends.
     Exit(Exit),
 }
@@ -56,6 +60,17 @@ pub(crate) enum Request {
     Primary {
         /// The terminal's size, if the run has one.
         size: Option<Size>,
+        /// Whether the command waits, once the guest has booted, for [`Frame::Go`].
+        hold: bool,
+    },
+    /// Move files, or look for some.
+    Copy(Copy),
+    /// End the run.
+    Stop {
+        /// Whether the workload is asked to end and a disk that is kept written back; else it ends at once.
+        orderly: bool,
+        /// Why, for the record and for the run's client.
+        why: String,
     },
     /// Run another command.
     Exec(Exec),
@@ -83,6 +98,31 @@ pub(crate) struct Exec {
     pub(crate) term: String,
 }
 
+/// Files on their way, as tar archives on the streams. As root in the guest unless a user is named.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "copy", rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) enum Copy {
+    /// What comes as standard input is unpacked below a directory.
+    In {
+        /// Which; it is made if it is missing.
+        directory: String,
+    },
+    /// A file, or a tree, comes as standard output.
+    Out {
+        /// Which; what ends in `/.` comes without its own name.
+        path: String,
+    },
+    /// A [`guest::message::FileStat`] comes as standard output.
+    Stat {
+        /// Of what.
+        path: String,
+        /// Whether a link stands for what it leads to.
+        follow: bool,
+        /// Who asks; the run's user is named by an empty name.
+        user: Option<String>,
+    },
+}
+
 /// A terminal's size in characters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -101,6 +141,12 @@ pub(crate) struct Exit {
     pub(crate) code: u8,
     /// What to tell the user, when it was not simply the command that ended.
     pub(crate) error: Option<String>,
+    /// Why a run ended, as its state has it.
+    #[serde(default)]
+    pub(crate) reason: Option<String>,
+    /// What else to tell the user.
+    #[serde(default)]
+    pub(crate) notes: Vec<String>,
     /// The VMM's last counters, for the run's own command.
     pub(crate) stats: Option<Box<Stats>>,
 }
@@ -139,12 +185,14 @@ impl Frame {
                 (0x04, vec![a, b, c, d].into())
             }
             Self::Signal(number) => (0x05, vec![*number].into()),
+            Self::Go => (0x06, Cow::default()),
             Self::Started => (0x81, Cow::default()),
             Self::Stdout(bytes) => (0x82, bytes.into()),
             Self::Stderr(bytes) => (0x83, bytes.into()),
             Self::StdinRoom(bytes) => (0x84, bytes.to_le_bytes().to_vec().into()),
             Self::Stats(stats) => (0x85, serde_json::to_vec(stats)?.into()),
             Self::Exit(exit) => (0x86, serde_json::to_vec(exit)?.into()),
+            Self::Ready => (0x87, Cow::default()),
         })
     }
 
@@ -161,12 +209,14 @@ impl Frame {
                 Ok(Self::Resize(Size { rows: u16::from_le_bytes([a, b]), columns: u16::from_le_bytes([c, d]) }))
             }
             (0x05, &[number @ 1..=64]) => Ok(Self::Signal(number)),
+            (0x06, []) => Ok(Self::Go),
             (0x81, []) => Ok(Self::Started),
             (0x82, [_, ..]) => Ok(Self::Stdout(payload)),
             (0x83, [_, ..]) => Ok(Self::Stderr(payload)),
             (0x84, &[a, b, c, d]) => Ok(Self::StdinRoom(u32::from_le_bytes([a, b, c, d]))),
             (0x85, json_bytes) => Ok(Self::Stats(json(json_bytes)?)),
             (0x86, json_bytes) => Ok(Self::Exit(json(json_bytes)?)),
+            (0x87, []) => Ok(Self::Ready),
             (_, other) => Err(FrameError::Malformed { kind, length: other.len() }),
         }
     }
@@ -227,7 +277,12 @@ mod tests {
             term: "xterm".into(),
         };
         vec![
-            Frame::Request(Request::Primary { size: Some(size) }),
+            Frame::Request(Request::Primary { size: Some(size), hold: true }),
+            Frame::Request(Request::Copy(Copy::In { directory: "/x".into() })),
+            Frame::Request(Request::Copy(Copy::Stat { path: "/x".into(), follow: true, user: None })),
+            Frame::Request(Request::Stop { orderly: false, why: "removed".into() }),
+            Frame::Go,
+            Frame::Ready,
             Frame::Request(Request::Exec(exec)),
             Frame::Request(Request::Stats),
             Frame::Stdin(vec![0; MAX_PAYLOAD]),
@@ -239,7 +294,7 @@ mod tests {
             Frame::Stderr(b"err".to_vec()),
             Frame::StdinRoom(65_537),
             Frame::Stats(Box::default()),
-            Frame::Exit(Exit { code: 124, error: Some("why".into()), stats: None }),
+            Frame::Exit(Exit { code: 124, error: Some("why".into()), ..Exit::default() }),
         ]
     }
 

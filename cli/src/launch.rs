@@ -77,6 +77,11 @@ fn in_child(moves: &[(RawFd, RawFd)], end: RawFd, parent: Pid, lifetime: Lifetim
             }
         }
     }
+    // A file that would grow over an inherited `ulimit -f` is an error like others, not a silent death.
+    // SAFETY: sets a signal to be ignored; no handler of ours is involved.
+    if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
+        return Err(io::Error::last_os_error());
+    }
     for &(copy, place) in moves {
         // SAFETY: both are numbers; `copy` is open, and `place` is the child's to replace.
         if unsafe { libc::dup2(copy, place) } < 0 {

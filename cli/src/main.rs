@@ -9,6 +9,8 @@ mod client;
 mod clock;
 mod commands;
 mod environment;
+mod events;
+mod files;
 mod frame;
 mod home;
 mod image;
@@ -43,7 +45,7 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { FAILED } else { 0 });
         }
         Err(error) => {
-            say(&args::wrong_usage(&error));
+            say(&args::wrong_usage(&error, &argv));
             return ExitCode::from(FAILED);
         }
     };
@@ -53,8 +55,13 @@ fn main() -> ExitCode {
         Command::List(list) => commands::list::list(&list),
         Command::Image(command) => image::run(&command),
         Command::Kernel { command } => kernel::command(&command),
+        Command::Inspect(inspect) => commands::inspect::inspect(&inspect),
+        Command::Cp(cp) => commands::cp::cp(&cp),
+        Command::Rm(rm) => commands::rm::rm(&rm),
+        Command::Doctor(doctor) => commands::doctor::doctor(&doctor),
+        Command::Completion(completion) => commands::completion::completion(&completion),
         Command::Stats { run } => commands::stats::stats(&run),
-        Command::Supervise { directory } => supervisor::supervise(directory).map(|()| 0),
+        Command::Supervise { directory, artifacts } => supervisor::supervise(directory, artifacts).map(|()| 0),
     };
     terminal::restore();
     match result {
@@ -66,8 +73,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// A line for the user. When nobody reads it, nobody misses it.
+/// What there is to say to the user: each line says who speaks. When nobody reads it, nobody misses it.
 fn say(text: &str) {
     use std::io::Write;
-    let _ = writeln!(std::io::stderr(), "bulkhead: {text}");
+    for line in text.lines() {
+        let _ = writeln!(std::io::stderr(), "bulkhead: {line}");
+    }
 }

@@ -59,6 +59,24 @@ pub(crate) enum PreflightError {
         /// The image's size in bytes.
         size: u64,
     },
+    /// A limit on files that the disk could run into.
+    #[error("disk: {disk} could grow over the largest file that this process may write, {limit} (ulimit -f); raise it, or \
+             use a smaller --disk", disk = show_size(*disk), limit = show_size(*limit))]
+    FileLimit {
+        /// In bytes.
+        disk: u64,
+        /// In bytes.
+        limit: u64,
+    },
+    /// A limit on descriptors that a busy guest would run into.
+    #[error(
+        "descriptors: this process may have {limit} at most (ulimit -Hn), and a run needs up to {}; raise the limit",
+        DESCRIPTORS
+    )]
+    DescriptorLimit {
+        /// The hard limit.
+        limit: u64,
+    },
     /// A disk that no layer can hold.
     #[error("disk: asked {asked}, the largest is {most}", asked = show_size(*asked), most = show_size(MAX_DISK))]
     LargeDisk {
@@ -92,6 +110,9 @@ pub(crate) enum PreflightError {
 
 /// Largest disk.
 const MAX_DISK: u64 = 16 << 40;
+
+/// Descriptors of a busy run: 1,024 connections to the guest, and what it has besides.
+const DESCRIPTORS: u64 = 1_280;
 
 /// A disk's granularity: sizes are rounded up to it.
 const BLOCK: u64 = 4096;
@@ -215,6 +236,19 @@ pub(crate) fn disk_size(asked: Option<u64>, image: &str, size: u64) -> Result<u6
     Ok(chosen.div_ceil(BLOCK).saturating_mul(BLOCK))
 }
 
+/// Checks the limits that were inherited: what does not fit is refused, and not found out when it is too late.
+pub(crate) fn check_limits(
+    disk: u64,
+    largest_file: Option<u64>,
+    descriptors: Option<u64>,
+) -> Result<(), PreflightError> {
+    match (largest_file, descriptors) {
+        (Some(limit), _) if limit < disk => Err(PreflightError::FileLimit { disk, limit }),
+        (_, Some(limit)) if limit < DESCRIPTORS => Err(PreflightError::DescriptorLimit { limit }),
+        _ => Ok(()),
+    }
+}
+
 /// Checks that the kernel's files are there and that it is one.
 pub(crate) fn check_kernel(kernel: &Kernel) -> Result<(), PreflightError> {
     let open = |path: &Path| {
@@ -312,6 +346,16 @@ mod tests {
         assert_eq!(disk_size(Some(1 << 30), "x", 10_000).unwrap(), 1 << 30);
         assert!(matches!(disk_size(Some(4096), "x", 10_000), Err(PreflightError::SmallDisk { .. })));
         assert!(matches!(disk_size(Some(1 << 50), "x", 0), Err(PreflightError::LargeDisk { .. })));
+    }
+
+    #[test]
+    fn limits_that_are_too_low_are_refused() {
+        assert!(check_limits(1 << 30, None, None).is_ok());
+        assert!(check_limits(1 << 30, Some(1 << 30), Some(4096)).is_ok());
+        let error = check_limits(1 << 30, Some(1 << 20), None).unwrap_err().to_string();
+        assert!(error.contains("1.0 GiB") && error.contains("1.0 MiB (ulimit -f)"), "{error}");
+        let error = check_limits(1, None, Some(1024)).unwrap_err().to_string();
+        assert!(error.contains("1024 at most (ulimit -Hn)") && error.contains("1280"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! What a run is (its spec, frozen at creation) and how it is (its state).
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -14,6 +15,10 @@ pub(crate) struct Spec {
     pub(crate) id: String,
     /// The user's name for it.
     pub(crate) name: Option<String>,
+    /// When it was created, in RFC 3339.
+    pub(crate) created: String,
+    /// What the user wrote on it.
+    pub(crate) labels: BTreeMap<String, String>,
     /// Whether its directory goes when it ends.
     pub(crate) ephemeral: bool,
     /// The machine.
@@ -24,6 +29,44 @@ pub(crate) struct Spec {
     pub(crate) start_timeout_ms: u64,
     /// Milliseconds that the command may run.
     pub(crate) timeout_ms: Option<u64>,
+    /// What is copied in before the command starts.
+    pub(crate) inputs: Vec<Input>,
+    /// What is copied out when the run ends.
+    pub(crate) artifacts: Option<Artifacts>,
+}
+
+impl Spec {
+    /// Takes an id, once, and what is named after it.
+    pub(crate) fn take_id(&mut self, id: String) {
+        if let Some(artifacts) = self.artifacts.as_mut().filter(|artifacts| artifacts.own) {
+            artifacts.directory.push(format!("artifacts-{id}"));
+        }
+        self.id = id;
+    }
+}
+
+/// A file or directory that is copied in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Input {
+    /// On the host.
+    pub(crate) source: PathBuf,
+    /// In the guest, as it was written.
+    pub(crate) destination: String,
+}
+
+/// What is copied out, however the run ends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Artifacts {
+    /// Absolute patterns of paths in the guest.
+    pub(crate) patterns: Vec<String>,
+    /// The directory on the host.
+    pub(crate) directory: PathBuf,
+    /// Whether it is the run's own: `artifacts-ID`, made for it, and removed if it stays empty.
+    pub(crate) own: bool,
+    /// Most bytes, all together.
+    pub(crate) limit: u64,
 }
 
 /// The machine of a run.
@@ -89,6 +132,17 @@ pub(crate) struct State {
     pub(crate) reason: Option<String>,
     /// The command's exit status, once it has one.
     pub(crate) exit_code: Option<u8>,
+    /// When the command started, in RFC 3339.
+    pub(crate) started: Option<String>,
+    /// When the run ended.
+    pub(crate) ended: Option<String>,
+}
+
+impl State {
+    /// A run that is only just created.
+    pub(crate) fn new() -> Self {
+        Self { state: Phase::Starting, reason: None, exit_code: None, started: None, ended: None }
+    }
 }
 
 /// The states of a run.
@@ -120,5 +174,50 @@ impl std::fmt::Display for Phase {
             Self::Stopped => "stopped",
             Self::Failed => "failed",
         })
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod test {
+    use super::*;
+
+    /// A spec of no particular kind.
+    pub(crate) fn spec() -> Spec {
+        Spec {
+            version: 1,
+            id: String::new(),
+            name: None,
+            created: "2026-11-30T15:35:09.007Z".into(),
+            labels: BTreeMap::new(),
+            ephemeral: true,
+            machine: Machine {
+                image: "busybox".into(),
+                image_file: "/i".into(),
+                kernel: "k".into(),
+                kernel_file: "/k".into(),
+                initrds: vec!["/m".into()],
+                modules: None,
+                vmm: "/v".into(),
+                cpus: 1,
+                memory: 1 << 30,
+                disk: 1 << 28,
+                disk_layers: 1,
+                console: false,
+                cmdline_extra: String::new(),
+            },
+            process: Process {
+                command: vec!["true".into()],
+                env: vec![],
+                workdir: None,
+                user: None,
+                stdin: false,
+                tty: false,
+                term: "xterm".into(),
+            },
+            start_timeout_ms: 60_000,
+            timeout_ms: None,
+            inputs: vec![],
+            artifacts: None,
+        }
     }
 }

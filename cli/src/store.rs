@@ -3,7 +3,8 @@
 //! `runs/<id>` holds one run. A run is alive while the lock on its `lock` file is held: the client that
 //! creates the run takes it, and its supervisor inherits it, so there is no instant at which a run that
 //! starts looks dead. What is half made or half removed has another name (`.tmp-…`) and means nothing.
-//! `runs/.lock` is held while a run is made and while leftovers are swept, never longer.
+//! (`.gone-…` is what remains of a removed run: anyone may take it away at any time.)
+//! `runs/.lock` is held while a run is made and while leftovers are renamed, never while they are removed.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, FlockOperation, RenameFlags, renameat_with};
 use serde::Serialize;
 
+use crate::events::Events;
 use crate::home::{Home, HomeError, at, make_directory, read_json};
 use crate::spec::{Phase, Spec, State};
 
@@ -24,8 +26,10 @@ const EPHEMERAL: &str = "ephemeral";
 const STATE: &str = "state.json";
 /// As large as a state, to take its place when there is no room for another.
 const SPARE: &str = "state.json.spare";
-/// Begins the names of what is half made or half removed.
+/// Begins the names of what is half made.
 const TEMPORARY: &str = ".tmp-";
+/// Begins the names of what is half removed.
+const GONE: &str = ".gone-";
 
 /// What can be wrong with runs.
 #[derive(Debug, thiserror::Error)]
@@ -34,14 +38,12 @@ pub(crate) enum StoreError {
     #[error(transparent)]
     Home(#[from] HomeError),
     /// A name that is taken.
-    #[error("name {name:?}: run {id} has it already; choose another --name, or remove that run's directory {path}", path = path.display())]
+    #[error("name {name:?}: run {id} has it already; choose another --name, or remove that run (bulkhead rm {name})")]
     NameTaken {
         /// The name.
         name: String,
         /// Who has it.
         id: String,
-        /// Where that one is.
-        path: PathBuf,
     },
     /// No such run.
     #[error("run {0:?}: there is none with this id or name; bulkhead list -a shows all")]
@@ -99,15 +101,14 @@ impl Store {
         if let Some(name) = &spec.name
             && let Some(other) = self.all().into_iter().find(|other| other.spec.name.as_ref() == Some(name))
         {
-            let path = other.directory.0;
-            return Err(StoreError::NameTaken { name: name.clone(), id: other.spec.id, path });
+            return Err(StoreError::NameTaken { name: name.clone(), id: other.spec.id });
         }
         let (path, temporary) = loop {
             let id = fresh_id().map_err(at(&self.runs))?;
             let path = self.runs.join(&id);
             if !path.exists() {
                 let temporary = self.runs.join(format!("{TEMPORARY}{id}"));
-                spec.id = id;
+                spec.take_id(id);
                 break (path, temporary);
             }
         };
@@ -123,9 +124,11 @@ impl Store {
         // A run that goes with its supervisor need not outlive a crash of the host.
         let durable = !spec.ephemeral;
         write_json(&made.0, "spec.json", spec, durable)?;
-        let state = State { state: Phase::Starting, reason: None, exit_code: None };
+        let state = State::new();
         write_json(&made.0, SPARE, &state, durable)?;
         made.write_state(&state, durable)?;
+        let events = Events::open(&made.0, durable).map_err(at(&made.0))?;
+        events.add("run.created", serde_json::json!({ "id": spec.id, "name": spec.name, "image": spec.machine.image }));
         std::fs::rename(&made.0, &path).map_err(at(&path))?;
         if durable {
             sync_directory(&self.runs)?;
@@ -136,15 +139,22 @@ impl Store {
     /// Removes what died in the middle: half-made and half-removed directories, and ephemeral runs whose
     /// supervisor is gone. Leaves everything else.
     pub(crate) fn sweep(&self) -> Result<(), HomeError> {
-        let _guard = self.guard()?;
+        let guard = self.guard()?;
+        let mut gone = Vec::new();
         for name in self.names() {
             let path = self.runs.join(&name);
-            // What cannot be removed, such as a leftover of another user's run, is in nobody's way.
-            if name.starts_with(TEMPORARY) {
-                let _ = remove_all(&path);
-            } else if path.join(EPHEMERAL).exists() && !is_locked(&path.join("lock")) {
-                let _ = RunDirectory(path).remove();
+            let dead = || path.join(EPHEMERAL).exists() && !is_locked(&path.join("lock"));
+            if name.starts_with(GONE) {
+                gone.push(path);
+            } else if name.starts_with(TEMPORARY) || dead() {
+                // What cannot be removed, such as a leftover of another user's run, is in nobody's way.
+                gone.extend(set_aside(&path).ok().flatten());
             }
+        }
+        drop(guard);
+        // Large directories take their time; nobody waits for it.
+        for path in gone {
+            let _ = remove_all(&path);
         }
         Ok(())
     }
@@ -165,6 +175,12 @@ impl Store {
             all.iter().map(|run| (run.spec.id.as_str(), run.spec.name.as_deref())).collect();
         let index = choose(given, &names)?;
         Ok(all.swap_remove(index))
+    }
+
+    /// The directory of a run by its whole id, whatever is in it.
+    pub(crate) fn directory(&self, id: &str) -> Option<RunDirectory> {
+        let path = self.runs.join(id);
+        (is_id(id) && path.is_dir()).then_some(RunDirectory(path))
     }
 
     fn guard(&self) -> Result<File, HomeError> {
@@ -232,15 +248,17 @@ impl RunDirectory {
         self.write_state(state, true)
     }
 
+    /// Whether its supervisor lives, or might.
+    pub(crate) fn is_alive(&self) -> bool {
+        is_locked(&self.0.join("lock"))
+    }
+
     /// Removes the directory. It is no run from the first step on.
     pub(crate) fn remove(&self) -> Result<(), HomeError> {
-        let name = self.0.file_name().unwrap_or_default().to_string_lossy();
-        let gone = self.0.with_file_name(format!("{TEMPORARY}{name}"));
-        match std::fs::rename(&self.0, &gone) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            other => other.map_err(at(&self.0))?,
+        match set_aside(&self.0).map_err(at(&self.0))? {
+            Some(gone) => remove_all(&gone).map_err(at(&gone)),
+            None => Ok(()),
         }
-        remove_all(&gone).map_err(at(&gone))
     }
 
     /// Listens on the run's socket.
@@ -340,6 +358,16 @@ pub(crate) fn sync_directory(path: &Path) -> Result<(), HomeError> {
     rustix::fs::fsync(directory.as_fd()).map_err(|error| at(path)(error.into()))
 }
 
+/// Gives a directory a name that means nothing; none if it is gone already.
+fn set_aside(path: &Path) -> io::Result<Option<PathBuf>> {
+    // A name of its own: what is left of an earlier one of the same id may still be there.
+    let gone = path.with_file_name(format!("{GONE}{}{}", fresh_id()?, fresh_id()?));
+    match std::fs::rename(path, &gone) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(|()| Some(gone)),
+    }
+}
+
 /// Removes a directory that someone else may be removing too.
 fn remove_all(path: &Path) -> io::Result<()> {
     match std::fs::remove_dir_all(path) {
@@ -351,41 +379,10 @@ fn remove_all(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::{Machine, Process};
+    use crate::spec::test::spec as any;
 
     fn spec(name: Option<&str>, ephemeral: bool) -> Spec {
-        Spec {
-            version: 1,
-            id: String::new(),
-            name: name.map(str::to_owned),
-            ephemeral,
-            machine: Machine {
-                image: "busybox".into(),
-                image_file: "/i".into(),
-                kernel: "k".into(),
-                kernel_file: "/k".into(),
-                initrds: vec!["/m".into()],
-                modules: None,
-                vmm: "/v".into(),
-                cpus: 1,
-                memory: 1 << 30,
-                disk: 1 << 28,
-                disk_layers: 1,
-                console: false,
-                cmdline_extra: String::new(),
-            },
-            process: Process {
-                command: vec!["true".into()],
-                env: vec![],
-                workdir: None,
-                user: None,
-                stdin: false,
-                tty: false,
-                term: "xterm".into(),
-            },
-            start_timeout_ms: 60_000,
-            timeout_ms: None,
-        }
+        Spec { name: name.map(str::to_owned), ephemeral, ..any() }
     }
 
     fn store() -> (tempfile::TempDir, Store) {
@@ -418,7 +415,8 @@ mod tests {
         std::fs::create_dir_all(directory.path().join("runs/.tmp-12345678/disk")).unwrap();
         store.sweep().unwrap();
         assert!(kept.path().exists() && alive.path().exists() && !dead.path().exists());
-        assert!(!directory.path().join("runs/.tmp-12345678").exists());
+        let names: Vec<_> = std::fs::read_dir(directory.path().join("runs")).unwrap().collect();
+        assert_eq!(names.len(), 3, "the lock and two runs: {names:?}");
         store.sweep().unwrap();
         assert_eq!(store.all().len(), 2);
     }
@@ -476,7 +474,7 @@ mod tests {
     fn a_state_is_written_whole() {
         let (_directory, store) = store();
         let (run, _lock) = store.create(&mut spec(None, false)).unwrap();
-        let state = State { state: Phase::Stopped, reason: Some("exited".into()), exit_code: Some(3) };
+        let state = State { state: Phase::Stopped, reason: Some("exited".into()), exit_code: Some(3), ..State::new() };
         run.write_state(&state, true).unwrap();
         assert_eq!(store.all().pop().unwrap().state, state);
         assert!(!run.path().join("state.json.tmp").exists());

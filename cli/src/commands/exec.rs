@@ -8,7 +8,7 @@ use super::process::{Process, check_terminal, split, warn_of_misplaced};
 use super::{dial, report};
 use crate::client::{Mode, attach};
 use crate::frame::{self, Frame, Request};
-use crate::{environment, terminal};
+use crate::terminal;
 
 /// `bulkhead exec`
 #[derive(Debug, Args)]
@@ -22,7 +22,7 @@ pub(crate) struct Exec {
     #[command(flatten)]
     pub(crate) process: Process,
     /// Id, unique beginning of an id, or name; then the command
-    #[arg(value_name = "RUN COMMAND", required = true, num_args = 2.., trailing_var_arg = true)]
+    #[arg(value_name = "RUN [COMMAND]", required = true, num_args = 1.., trailing_var_arg = true)]
     words: Vec<String>,
 }
 
@@ -39,9 +39,9 @@ pub(crate) fn exec(args: &Exec, argv: &[OsString]) -> Result<u8, String> {
     warn_of_misplaced(argv, "exec", command);
     check_terminal(&args.process)?;
     if command.is_empty() {
-        return Err("exec: no command".to_owned());
+        return Err("exec: no command; write one after the run".to_owned());
     }
-    let env = environment::resolve(&args.process.env, |name| std::env::var_os(name)).map_err(|e| e.to_string())?;
+    let env = args.process.environment().map_err(|error| error.to_string())?;
     let (listed, mut connection) = dial(run)?;
     let request = Request::Exec(frame::Exec {
         command: command.to_vec(),
@@ -55,7 +55,7 @@ pub(crate) fn exec(args: &Exec, argv: &[OsString]) -> Result<u8, String> {
     let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
     Frame::Request(request).write(&mut connection).map_err(|error| failed(&error))?;
     let mode = Mode { stdin: args.process.interactive, tty: args.process.tty };
-    let exit = attach(&connection, mode);
+    let exit = attach(&connection, mode, &mut || Ok(()));
     terminal::restore();
     Ok(report(&exit.map_err(|error| failed(&error))?))
 }

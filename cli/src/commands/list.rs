@@ -1,55 +1,77 @@
 //! `bulkhead list`.
 
-use std::io::{self, Write};
+use std::time::SystemTime;
 
 use clap::Args;
+use guest::message::printable;
+use serde_json::{Value, json};
 
-use super::quietly;
-use crate::home::Home;
-use crate::store::{Listed, Store};
+use super::{Format, open_store, print, table};
+use crate::clock;
+use crate::store::Listed;
+use crate::units::show_size;
 
 /// `bulkhead list`
 #[derive(Debug, Args)]
 pub(crate) struct List {
     /// Ended runs too
     #[arg(short, long)]
-    pub(crate) all: bool,
+    all: bool,
     /// Ids alone
-    #[arg(short, long)]
-    pub(crate) quiet: bool,
+    #[arg(short, long, conflicts_with = "format")]
+    quiet: bool,
+    /// How to print them
+    #[arg(long, value_enum, default_value = "table")]
+    format: Format,
 }
 
 /// `bulkhead list`
 pub(crate) fn list(args: &List) -> Result<u8, String> {
-    let home = Home::find().map_err(|error| error.to_string())?;
-    let store = Store::open(&home).map_err(|error| error.to_string())?;
-    store.sweep().map_err(|error| error.to_string())?;
-    let mut runs = store.all();
+    let mut runs = open_store()?.all();
     runs.retain(|run| args.all || run.state.state.is_live());
-    let text = if args.quiet { runs.iter().map(|run| format!("{}\n", run.spec.id)).collect() } else { table(&runs) };
-    quietly(io::stdout().write_all(text.as_bytes()))?;
+    let text = match args.format {
+        _ if args.quiet => runs.iter().map(|run| format!("{}\n", run.spec.id)).collect(),
+        Format::Table => {
+            let head = ["ID", "NAME", "IMAGE", "STATE", "AGE", "CPU", "MEM"].map(str::to_owned).to_vec();
+            let now = SystemTime::now();
+            table(&std::iter::once(head).chain(runs.iter().map(|run| row(run, now))).collect::<Vec<_>>())
+        }
+        Format::Json => {
+            let all: Vec<Value> = runs.iter().map(object).collect();
+            let text = serde_json::to_string_pretty(&all).map_err(|error| error.to_string())?;
+            format!("{text}\n")
+        }
+    };
+    print(&text)?;
     Ok(0)
 }
 
-/// Runs as a table whose columns are as wide as they need.
-fn table(runs: &[Listed]) -> String {
-    let mut rows = vec![["ID", "NAME", "IMAGE", "STATE"].map(str::to_owned)];
-    rows.extend(runs.iter().map(|run| {
-        let state = match &run.state.reason {
-            Some(reason) => format!("{} ({})", run.state.state, guest::message::printable(reason)),
-            None => run.state.state.to_string(),
-        };
-        [run.spec.id.clone(), run.spec.name.clone().unwrap_or_default(), run.spec.machine.image.clone(), state]
-    }));
-    let mut widths = [0; 4];
-    for row in &rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = cell.chars().count().max(*width);
-        }
-    }
-    let line = |row: &[String; 4]| {
-        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        format!("{}\n", cells.join("  ").trim_end())
+fn row(run: &Listed, now: SystemTime) -> Vec<String> {
+    let state = match &run.state.reason {
+        Some(reason) => format!("{} ({})", run.state.state, printable(reason)),
+        None => run.state.state.to_string(),
     };
-    rows.iter().map(line).collect()
+    let age = clock::read(&run.spec.created).map_or_else(String::new, |created| clock::age(created, now));
+    let machine = &run.spec.machine;
+    let name = run.spec.name.clone().unwrap_or_default();
+    let (cpus, memory) = (machine.cpus.to_string(), show_size(machine.memory));
+    vec![run.spec.id.clone(), name, printable(&machine.image), state, age, cpus, memory]
+}
+
+/// A run in short, for programs.
+fn object(run: &Listed) -> Value {
+    json!({
+        "id": run.spec.id,
+        "name": run.spec.name,
+        "image": run.spec.machine.image,
+        "state": run.state.state,
+        "reason": run.state.reason,
+        "exit_code": run.state.exit_code,
+        "created": run.spec.created,
+        "started": run.state.started,
+        "ended": run.state.ended,
+        "cpus": run.spec.machine.cpus,
+        "memory": run.spec.machine.memory,
+        "labels": run.spec.labels,
+    })
 }

@@ -1,45 +1,88 @@
 //! What each command does, with its options.
 
+pub(crate) mod completion;
+pub(crate) mod cp;
+pub(crate) mod doctor;
 pub(crate) mod exec;
+pub(crate) mod inspect;
 pub(crate) mod list;
 mod process;
 mod resolve;
+pub(crate) mod rm;
 pub(crate) mod run;
 pub(crate) mod stats;
 
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
+
+use clap::ValueEnum;
 
 use crate::frame::Exit;
 use crate::home::Home;
 use crate::say;
 use crate::store::{Listed, Store, StoreError};
 
-/// Connects to the supervisor of a run.
-pub(super) fn dial(given: &str) -> Result<(Listed, UnixStream), String> {
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    // For people.
+    Table,
+    // For programs. (Documentation here would be printed at length by --help.)
+    Json,
+}
+
+/// Opens the runs, without what died meanwhile.
+fn open_store() -> Result<Store, String> {
     let home = Home::find().map_err(|error| error.to_string())?;
     let store = Store::open(&home).map_err(|error| error.to_string())?;
-    let run = store.find(given).map_err(|error| error.to_string())?;
-    let id = run.spec.id.clone();
-    if !run.state.state.is_live() {
-        return Err(StoreError::NotRunning { id, phase: run.state.state }.to_string());
-    }
-    let connection = run.directory.dial().map_err(|error| format!("run {id}: {error}"))?;
+    store.sweep().map_err(|error| error.to_string())?;
+    Ok(store)
+}
+
+/// Connects to the supervisor of a run.
+fn dial(given: &str) -> Result<(Listed, UnixStream), String> {
+    let run = running(given)?;
+    let connection = run.directory.dial().map_err(|error| format!("run {}: {error}", run.spec.id))?;
     Ok((run, connection))
 }
 
-/// Tells the user of an end that needs words; gives the exit status.
-pub(super) fn report(exit: &Exit) -> u8 {
-    if let Some(error) = &exit.error {
-        say(error);
+/// A run that has a supervisor.
+fn running(given: &str) -> Result<Listed, String> {
+    let home = Home::find().map_err(|error| error.to_string())?;
+    let store = Store::open(&home).map_err(|error| error.to_string())?;
+    let run = store.find(given).map_err(|error| error.to_string())?;
+    if run.state.state.is_live() {
+        return Ok(run);
     }
+    Err(StoreError::NotRunning { id: run.spec.id, phase: run.state.state }.to_string())
+}
+
+/// Tells the user of an end that needs words; gives the exit status.
+fn report(exit: &Exit) -> u8 {
+    exit.error.iter().chain(&exit.notes).for_each(|text| say(text));
     exit.code
 }
 
-/// Output that nobody reads is no error.
-pub(crate) fn quietly(result: io::Result<()>) -> Result<(), String> {
-    match result {
+/// Prints a result. Output that nobody reads is no error.
+pub(crate) fn print(text: &str) -> Result<(), String> {
+    match io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(format!("standard output: {error}")),
         _ => Ok(()),
     }
+}
+
+/// Columns as wide as they need; the last one as it comes.
+fn table(rows: &[Vec<String>]) -> String {
+    let mut widths: Vec<usize> = Vec::new();
+    for row in rows {
+        widths.resize(widths.len().max(row.len()), 0);
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = cell.chars().count().max(*width);
+        }
+    }
+    let line = |row: &Vec<String>| {
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        format!("{}\n", cells.join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
 }

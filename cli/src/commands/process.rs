@@ -1,10 +1,12 @@
 //! What `run` and `exec` have in common: how a command runs.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 
 use clap::Args;
 
 use crate::args::misplaced_option;
+use crate::environment::{EnvironmentError, merge, read_file, resolve};
 use crate::{say, terminal};
 
 /// How a command runs, for `run` and `exec` alike.
@@ -19,12 +21,27 @@ pub(crate) struct Process {
     /// Set a variable, or pass on one of ours by its name (repeatable)
     #[arg(short, long = "env", value_name = "NAME[=VALUE]")]
     pub(crate) env: Vec<String>,
+    /// Set the variables of a file, a line each; -e goes before them (repeatable)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) env_file: Vec<PathBuf>,
     /// Working directory, made if it is missing
     #[arg(short, long, value_name = "PATH", value_parser = workdir)]
     pub(crate) workdir: Option<String>,
     /// User, by name or number
     #[arg(short, long, value_name = "USER[:GROUP]", value_parser = user)]
     pub(crate) user: Option<String>,
+}
+
+impl Process {
+    /// The variables that were asked for.
+    pub(super) fn environment(&self) -> Result<Vec<String>, EnvironmentError> {
+        let here = |name: &str| std::env::var_os(name);
+        let mut variables = Vec::new();
+        for file in &self.env_file {
+            variables = merge(&variables, &read_file(file, here)?);
+        }
+        Ok(merge(&variables, &resolve(&self.env, here)?))
+    }
 }
 
 /// The first word and the others, without the `--` that may stand between them. One positional takes

@@ -1,38 +1,40 @@
 //! From what was asked for to a run's spec: everything resolved and checked before anything is made.
 
+use std::collections::BTreeMap;
+use std::error::Error;
 use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, getrlimit};
 
 use super::run::Run;
 use crate::home::{Home, ProgramFiles};
 use crate::image::{Image, Images};
-use crate::preflight::{check_kernel, check_memory, disk_size, open_kvm};
-use crate::spec::{Machine, Process, Spec};
-use crate::{environment, kernel, terminal};
+use crate::preflight::{check_kernel, check_limits, check_memory, disk_size, open_kvm};
+use crate::spec::{Artifacts, Input, Machine, Process, Spec};
+use crate::{clock, environment, kernel, terminal};
 
 /// Memory is given in these pieces.
 const PAGE: u64 = 4096;
 
-/// Everything that was asked for, resolved and checked.
-pub(super) fn make_spec(
-    args: &Run,
-    home: &Home,
-    image: &str,
-    command: &[String],
-) -> Result<Spec, Box<dyn std::error::Error>> {
-    let env = environment::resolve(&args.process.env, |name| std::env::var_os(name))?;
+/// Everything that was asked for, resolved.
+pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]) -> Result<Spec, Box<dyn Error>> {
+    let env = args.process.environment()?;
+    let inputs = args.inputs.iter().map(|input| resolve_input(input)).collect::<Result<_, _>>()?;
     let image = Images::of(home).find(image)?;
+    let command = command_in(&image, command)?;
+    let workdir = args.process.workdir.clone().or_else(|| non_empty(image.config.workdir));
+    let artifacts = resolve_artifacts(args, workdir.as_deref())?;
     let kernel = kernel::Store::of(home).kernel(args.kernel.as_deref())?;
     let modules = if args.modules { Some(canonical(&kernel.tree()?)?) } else { None };
     let files = ProgramFiles::find()?;
     check_kernel(&kernel)?;
     let disk = disk_size(args.disk, &image.name, image.size)?;
-    check_memory(args.memory, &std::fs::read_to_string("/proc/meminfo").unwrap_or_default())?;
-    open_kvm()?;
-    let command = command_in(&image, command)?;
     Ok(Spec {
         version: 1,
         id: String::new(),
         name: args.name.clone(),
+        created: clock::now(),
+        labels: args.labels.iter().cloned().collect::<BTreeMap<_, _>>(),
         ephemeral: args.rm || args.name.is_none(),
         machine: Machine {
             image_file: canonical(&image.root)?,
@@ -52,7 +54,7 @@ pub(super) fn make_spec(
         process: Process {
             command,
             env: environment::merge(&image.config.env, &env),
-            workdir: args.process.workdir.clone().or_else(|| non_empty(image.config.workdir)),
+            workdir,
             user: args.process.user.clone().or_else(|| non_empty(image.config.user)),
             stdin: args.process.interactive,
             tty: args.process.tty,
@@ -60,7 +62,64 @@ pub(super) fn make_spec(
         },
         start_timeout_ms: millis(args.start_timeout),
         timeout_ms: args.timeout.map(millis),
+        inputs,
+        artifacts,
     })
+}
+
+/// Whether this host can run it.
+pub(super) fn check_host(spec: &Spec) -> Result<(), Box<dyn Error>> {
+    let limits = [Resource::Fsize, Resource::Nofile].map(getrlimit);
+    let [largest_file, descriptors] = limits;
+    check_limits(spec.machine.disk, largest_file.current, descriptors.maximum)?;
+    check_memory(spec.machine.memory, &std::fs::read_to_string("/proc/meminfo").unwrap_or_default())?;
+    open_kvm()?;
+    Ok(())
+}
+
+/// `PATH[:DEST]`: DEST is absolute, so a colon in PATH alone does no harm.
+fn resolve_input(written: &str) -> Result<Input, String> {
+    let (path, destination) = match written.rsplit_once(':') {
+        Some((path, destination)) if destination.starts_with('/') => (path, destination),
+        _ => (written, ""),
+    };
+    let failed = |why: &dyn std::fmt::Display| format!("--input {path}: {why}");
+    if path.is_empty() {
+        return Err(failed(&"no path; write --input PATH or --input PATH:/DEST"));
+    }
+    std::fs::symlink_metadata(path).map_err(|error| failed(&error))?;
+    // Not resolved: what ends in /. means something else.
+    let source = std::env::current_dir().map_err(|error| failed(&error))?.as_os_str().to_owned();
+    let source = if path.starts_with('/') { path.into() } else { [source, path.into()].join("/".as_ref()) };
+    Ok(Input { source: source.into(), destination: destination.to_owned() })
+}
+
+fn resolve_artifacts(args: &Run, workdir: Option<&str>) -> Result<Option<Artifacts>, String> {
+    if args.artifacts.is_empty() {
+        return match &args.artifact_dir {
+            Some(_) => Err("--artifact-dir: nothing is copied to it without --artifact".to_owned()),
+            None => Ok(None),
+        };
+    }
+    let mut patterns = Vec::new();
+    for pattern in &args.artifacts {
+        let whole = if pattern.starts_with('/') {
+            pattern.clone()
+        } else {
+            format!("{}/{pattern}", workdir.unwrap_or("/").trim_end_matches('/'))
+        };
+        guest::message::check_pattern(&whole).map_err(|error| format!("--artifact: {error}"))?;
+        patterns.push(whole);
+    }
+    let (directory, own) = match &args.artifact_dir {
+        Some(directory) => (std::path::absolute(directory), false),
+        None => (std::env::current_dir(), true),
+    };
+    let directory = directory.map_err(|error| format!("--artifact-dir: {error}"))?;
+    if !own && directory.exists() && !directory.is_dir() {
+        return Err(format!("--artifact-dir {}: it is not a directory", directory.display()));
+    }
+    Ok(Some(Artifacts { patterns, directory, own, limit: args.artifact_limit }))
 }
 
 /// The command line that runs: the image's entry point, then what was asked for or what the image says.
@@ -105,5 +164,20 @@ mod tests {
         assert_eq!(command_in(&image(&["tini", "--"], &["sh"]), &asked).unwrap(), ["tini", "--", "ls"]);
         assert!(command_in(&image(&[], &[]), &[]).unwrap_err().contains("no command of its own"));
         assert!(command_in(&image(&[], &[]), &[String::new()]).is_err());
+    }
+
+    #[test]
+    fn an_input_is_a_path_and_where_it_goes() {
+        let place = tempfile::tempdir().unwrap();
+        let odd = place.path().join("a:b");
+        std::fs::write(&odd, "").unwrap();
+        let odd = odd.to_str().unwrap();
+        let resolved = |text: &str| resolve_input(text).map(|i| (i.source.display().to_string(), i.destination));
+        assert_eq!(resolved(odd).unwrap(), (odd.to_owned(), String::new()));
+        assert_eq!(resolved(&format!("{odd}:/x")).unwrap(), (odd.to_owned(), "/x".to_owned()));
+        let here = std::env::current_dir().unwrap();
+        assert_eq!(resolved("./src/.:/w").unwrap().0, format!("{}/./src/.", here.display()));
+        assert!(resolved("/no/such:/x").unwrap_err().starts_with("--input /no/such: No such file"));
+        assert!(resolved(":/x").is_err());
     }
 }

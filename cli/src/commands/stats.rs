@@ -1,8 +1,6 @@
 //! `bulkhead stats`.
 
-use std::io::{self, Write};
-
-use super::{dial, quietly, report};
+use super::{dial, print, report};
 use crate::client::{ClientError, unexpected};
 use crate::frame::{Frame, Request};
 
@@ -15,7 +13,7 @@ pub(crate) fn stats(run: &str) -> Result<u8, String> {
         Some(Frame::Stats(stats)) => {
             let mut text = serde_json::to_string(&stats).map_err(|error| failed(&error))?;
             text.push('\n');
-            quietly(io::stdout().write_all(text.as_bytes()))?;
+            print(&text)?;
             Ok(0)
         }
         Some(Frame::Exit(exit)) => Ok(report(&exit)),

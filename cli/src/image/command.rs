@@ -14,7 +14,7 @@ use super::name;
 use super::progress::Progress;
 use super::source::Pick;
 use super::store::{Images, short};
-use crate::commands::quietly;
+use crate::commands;
 use crate::home::{Home, at};
 use crate::store::Store;
 use crate::units::{parse_size, show_size};
@@ -264,7 +264,7 @@ fn remove(home: &Home, given: &[String]) -> Result<u8, String> {
 }
 
 fn print(text: &str) -> Result<u8, String> {
-    quietly(std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes()))?;
+    commands::print(text)?;
     Ok(0)
 }
 

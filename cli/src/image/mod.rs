@@ -15,6 +15,7 @@ mod source;
 mod store;
 
 pub(crate) use command::{ImageCommand, run};
+pub(crate) use digest::Digest;
 #[cfg(test)]
 pub(crate) use record::Config;
 pub(crate) use store::{Image, Images};

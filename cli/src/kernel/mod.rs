@@ -14,13 +14,12 @@ mod store;
 mod tree;
 mod vmlinuz;
 
-use std::io::{self, Write};
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
-use crate::commands::quietly;
+use crate::commands;
 use crate::home::Home;
 use crate::say;
 use crate::units::show_size;
@@ -207,7 +206,7 @@ fn columns<const N: usize>(rows: &[[String; N]]) -> String {
 }
 
 fn print(text: &str) -> Result<u8, String> {
-    quietly(io::stdout().write_all(text.as_bytes()))?;
+    commands::print(text)?;
     Ok(0)
 }
 

@@ -42,6 +42,7 @@ pub(super) struct Connection {
     /// What the pumps take: once.
     input: Mutex<Option<Input>>,
     orders: Mutex<Option<Receiver<Order>>>,
+    go: Mutex<Option<Receiver<()>>>,
 }
 
 impl Connection {
@@ -51,6 +52,7 @@ impl Connection {
         let (output, queue) = sync_channel(OUTPUT_QUEUE);
         let (input_sender, input_queue) = channel();
         let (order_sender, orders) = sync_channel(ORDER_QUEUE);
+        let (go_sender, go) = sync_channel(1);
         let outstanding = Arc::new(AtomicUsize::new(0));
         let input = Input {
             queue: input_queue,
@@ -64,33 +66,39 @@ impl Connection {
         let writer = Builder::new().name("to-client".into()).spawn(move || write_frames(&queue, &mut to))?;
         let mut from = stream;
         Builder::new().name("from-client".into()).spawn(move || {
-            read_frames(&mut from, &input_sender, &order_sender, &outstanding);
-            drop(order_sender);
+            let to = Inbound { input: &input_sender, orders: &order_sender, go: &go_sender, outstanding: &outstanding };
+            read_frames(&mut from, &to);
+            drop((order_sender, go_sender));
             // Output has nowhere to go: let the writer find out.
             let _ = from.shutdown(std::net::Shutdown::Both);
             gone();
         })?;
-        Ok(Self { output, writer, end_of_input, input: Mutex::new(Some(input)), orders: Mutex::new(Some(orders)) })
+        let (input, orders, go) = (Mutex::new(Some(input)), Mutex::new(Some(orders)), Mutex::new(Some(go)));
+        Ok(Self { output, writer, end_of_input, input, orders, go })
+    }
+
+    /// Tells the client that the guest is ready, and waits for its word. False if it went away instead.
+    pub(super) fn hold(&self) -> bool {
+        self.output.send(Frame::Ready).is_ok() && take(&self.go).is_some_and(|go| go.recv().is_ok())
     }
 
     /// Relays between the client and a command until the command has ended and its output was passed on
     /// to the writer. When the client goes away first, the command is killed, with all that it started.
-    pub(super) fn relay(&self, exec: Exec) -> Result<ExitRecord, AgentError> {
-        let exec = Arc::new(exec);
+    pub(super) fn relay(&self, exec: &Arc<Exec>) -> Result<ExitRecord, AgentError> {
         let ended = Arc::new(AtomicBool::new(false));
         // A client that is gone has no writer: the pumps will find out, and the orders end.
         let _ = self.output.send(Frame::Started);
         if let Some(orders) = take(&self.orders) {
-            let (exec, ended) = (Arc::clone(&exec), Arc::clone(&ended));
+            let (exec, ended) = (Arc::clone(exec), Arc::clone(&ended));
             spawn("orders", move || follow(&orders, &exec, &ended))?;
         }
         if let Some(mut input) = take(&self.input) {
-            let exec = Arc::clone(&exec);
+            let exec = Arc::clone(exec);
             // An input that fails is one that the command has closed, or whose machine is gone.
             spawn("stdin", move || drop(exec.copy_stdin(&mut input)))?;
         }
         let pump = |name, make: fn(Vec<u8>) -> Frame, copy: fn(&Exec, &mut dyn Write) -> Result<u64, AgentError>| {
-            let exec = Arc::clone(&exec);
+            let exec = Arc::clone(exec);
             let mut to = Output { queue: self.output.clone(), make };
             spawn(name, move || copy(&exec, &mut to))
         };
@@ -120,7 +128,7 @@ impl Connection {
 
     /// Ends with an error of ours.
     pub(super) fn refuse(self, error: String) {
-        self.finish(Frame::Exit(Exit { code: 125, error: Some(error), stats: None }));
+        self.finish(Frame::Exit(Exit { code: 125, error: Some(error), ..Exit::default() }));
     }
 }
 
@@ -147,26 +155,30 @@ fn write_frames(queue: &Receiver<Frame>, to: &mut UnixStream) {
     let _ = to.shutdown(std::net::Shutdown::Both);
 }
 
+/// Where the reader puts what comes.
+struct Inbound<'a> {
+    input: &'a Sender<Option<Vec<u8>>>,
+    orders: &'a SyncSender<Order>,
+    go: &'a SyncSender<()>,
+    outstanding: &'a AtomicUsize,
+}
+
 /// The reader: until the client's end, or its first mistake.
-fn read_frames(
-    from: &mut UnixStream,
-    input: &Sender<Option<Vec<u8>>>,
-    orders: &SyncSender<Order>,
-    outstanding: &AtomicUsize,
-) {
+fn read_frames(from: &mut UnixStream, to: &Inbound<'_>) {
     while let Ok(Some(frame)) = Frame::read(from) {
         match frame {
             Frame::Stdin(bytes) => {
-                let before = outstanding.fetch_add(bytes.len(), Ordering::Relaxed);
+                let before = to.outstanding.fetch_add(bytes.len(), Ordering::Relaxed);
                 if before.saturating_add(bytes.len()) > STDIN_WINDOW {
                     return;
                 }
                 // A command that has ended takes no more: what comes late is dropped.
-                let _ = input.send(Some(bytes));
+                let _ = to.input.send(Some(bytes));
             }
-            Frame::StdinEof => drop(input.send(None)),
-            Frame::Resize(size) => drop(orders.try_send(Order::Resize(size))),
-            Frame::Signal(number) => drop(orders.try_send(Order::Signal(number))),
+            Frame::StdinEof => drop(to.input.send(None)),
+            Frame::Resize(size) => drop(to.orders.try_send(Order::Resize(size))),
+            Frame::Signal(number) => drop(to.orders.try_send(Order::Signal(number))),
+            Frame::Go => drop(to.go.try_send(())),
             _ => return,
         }
     }

@@ -6,6 +6,7 @@ use guest::host::AgentError;
 use guest::message::{ExitRecord, StartFailure, printable};
 use vmm_control::StopReason;
 
+use crate::clock;
 use crate::frame::Exit;
 use crate::spec::{Phase, State};
 use crate::units::show_duration;
@@ -47,6 +48,12 @@ impl Ending {
             error: Some(format!("run {id}: ended after {after} (--timeout)")),
             quote_console: false,
         }
+    }
+
+    /// Someone asked for it: `why` is "removed (bulkhead rm -f)", or a signal of the supervisor's.
+    pub(super) fn asked(id: &str, why: &str) -> Self {
+        let error = Some(format!("run {id}: {why}"));
+        Self { phase: Phase::Stopped, reason: why.to_owned(), code: 125, error, quote_console: false }
     }
 
     /// The client is gone, and the run with it.
@@ -110,8 +117,32 @@ impl Ending {
     }
 
     /// What is recorded.
-    pub(super) fn state(&self) -> State {
-        State { state: self.phase, reason: Some(self.reason.clone()), exit_code: Some(self.code) }
+    pub(super) fn state(&self, started: Option<String>) -> State {
+        State {
+            state: self.phase,
+            reason: Some(self.reason.clone()),
+            exit_code: Some(self.code),
+            started,
+            ended: Some(clock::now()),
+        }
+    }
+
+    /// Whether the command ended by itself, and well.
+    pub(super) fn is_success(&self) -> bool {
+        self.code == 0
+    }
+
+    /// Whether the client is told this.
+    pub(super) fn says(&self, words: &str) -> bool {
+        self.error.as_ref().is_some_and(|error| error.contains(words))
+    }
+
+    /// What was promised beside the command could not be done.
+    pub(super) fn spoil(&mut self, id: &str, why: &str) {
+        if self.is_success() {
+            self.code = 125;
+            self.error = Some(format!("run {id}: {why}"));
+        }
     }
 
     /// What the client is told. `console` is the end of what the guest's kernel said, if it was recorded.
@@ -121,7 +152,7 @@ impl Ending {
             Some(tail) => format!("{error}; its console ends with:\n  {tail}"),
             None => format!("{error}; run it with --console to see what the guest's kernel says"),
         });
-        Exit { code: self.code, error, stats: None }
+        Exit { code: self.code, error, reason: Some(self.reason.clone()), ..Exit::default() }
     }
 }
 
@@ -138,7 +169,7 @@ pub(super) fn exit_of(record: &ExitRecord, command: &str) -> Exit {
             _ => format!("{command:?}: cannot be started: {}", printable(message)),
         }),
     };
-    Exit { code: record.status(), error, stats: None }
+    Exit { code: record.status(), error, ..Exit::default() }
 }
 
 #[cfg(test)]

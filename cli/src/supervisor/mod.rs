@@ -9,11 +9,13 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
+mod artifacts;
 mod connection;
 mod console;
 mod ending;
 mod machine;
 mod serve;
+mod surroundings;
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -22,8 +24,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use guest::host::{Agent, AgentError, Dial, Welcome};
+use guest::host::{Agent, AgentError, Dial, Exec, Welcome};
 use guest::message::{ExitRecord, printable};
+use serde_json::json;
 use vmm_control::{ControlError, Event, Stats};
 
 use self::connection::Connection;
@@ -31,6 +34,8 @@ pub(crate) use self::console::tail;
 use self::ending::Ending;
 pub(crate) use self::machine::{MachineError, Vmm};
 use self::serve::{Shared, own_command, serve};
+use crate::clock;
+use crate::events::{Events, LOG as EVENT_LOG};
 use crate::frame::{Frame, Request, Size};
 use crate::home::HomeError;
 use crate::launch;
@@ -53,6 +58,8 @@ const CLIENT_PATIENCE: Duration = Duration::from_secs(1);
 const BOOT_SLACK: Duration = Duration::from_millis(500);
 /// Happenings that wait for the main thread. A VMM that talks without end waits as well.
 const HAPPENINGS: usize = 64;
+/// Most notes for the client. Each is bounded by itself.
+const MAX_NOTES: usize = 16;
 /// Bytes of entropy that a guest gets.
 const ENTROPY: usize = 64;
 
@@ -68,46 +75,72 @@ enum Happening {
     /// The guest has not booted.
     NotBooted(AgentError),
     /// The command was started.
-    Started,
+    Started(Arc<Exec>),
     /// The command ended, or the machine did before it.
     Ended(Result<ExitRecord, AgentError>),
     /// The client went away.
     ClientGone,
+    /// Someone wants the run to end.
+    Asked {
+        /// Whether in good order, or at once.
+        orderly: bool,
+        /// Why, for the record.
+        why: String,
+    },
+    /// The artifacts were copied, or not.
+    Collected(artifacts::Collected),
 }
 
 /// Owns a run until its end. The process was given the client's connection and the run's lock.
-pub(crate) fn supervise(directory: PathBuf) -> Result<(), String> {
-    let descriptors = launch::inherited(2).map_err(|error| format!("not started by bulkhead run: {error}"))?;
-    let Ok([stream, lock]) = <[_; 2]>::try_from(descriptors) else {
+pub(crate) fn supervise(directory: PathBuf, artifacts: bool) -> Result<(), String> {
+    let number = if artifacts { 3 } else { 2 };
+    let inherited = launch::inherited(number).map_err(|error| format!("not started by bulkhead run: {error}"))?;
+    let mut inherited = inherited.into_iter();
+    let (Some(stream), Some(lock)) = (inherited.next(), inherited.next()) else {
         return Err("not started by bulkhead run".to_owned());
     };
+    let artifacts = inherited.next();
     let run = RunDirectory::at(directory);
     let spec = run.spec().map_err(|error| error.to_string())?;
+    let events = Events::open(run.path(), !spec.ephemeral).map_err(|error| format!("{EVENT_LOG}: {error}"))?;
+    let events = Arc::new(events);
+    surroundings::raise_descriptor_limit().map_err(|error| format!("descriptor limit: {error}"))?;
 
     let (sender, happenings) = sync_channel(HAPPENINGS);
+    surroundings::watch_signals(sender.clone()).map_err(|error| format!("signals: {error}"))?;
     let mut stream = UnixStream::from(stream);
     // The client asked before it started us. If it is gone already, the reader finds out.
-    let size = match Frame::read(&mut stream) {
-        Ok(Some(Frame::Request(Request::Primary { size }))) => size,
-        _ => None,
+    let (size, hold) = match Frame::read(&mut stream) {
+        Ok(Some(Frame::Request(Request::Primary { size, hold }))) => (size, hold),
+        _ => (None, false),
     };
     let told = sender.clone();
     let client = Connection::start(stream, move || drop(told.send(Happening::ClientGone)));
     let client = Arc::new(client.map_err(|error| error.to_string())?);
 
-    let started = Supervision::start(&run, &spec, sender, happenings, &client, size);
+    let mut notes = Vec::new();
+    let mut command_started = None;
+    let started = Supervision::start(&run, &spec, sender, happenings, &client, Start { size, hold, events: &events });
     let (ending, supervision) = match started {
         Err(error) => (Ending::not_started(&spec.id, error), None),
         Ok(mut supervision) => {
-            let ending = supervision.until_the_end();
-            supervision.end_machine(&ending);
+            let (mut ending, orderly) = supervision.until_the_end();
+            if let (Some(wanted), Some(to)) = (&spec.artifacts, artifacts) {
+                notes = supervision.collect(wanted, to, &mut ending, orderly);
+            }
+            supervision.end_machine(orderly);
+            command_started = supervision.started.take();
             (ending, Some(supervision))
         }
     };
 
     let mut exit = ending.exit(console::tail(&run.path().join("console.log")));
+    exit.notes = bounded(notes);
+    let state = ending.state(command_started);
+    let ended = json!({ "state": state.state, "reason": state.reason, "exit_code": state.exit_code });
+    events.add("run.ended", ended);
     // The record first, then the lock, then the client: who hears of the end finds it so.
-    let recorded = if spec.ephemeral { run.remove() } else { run.end(&ending.state()) };
+    let recorded = if spec.ephemeral { run.remove() } else { run.end(&state) };
     if let Err(error) = recorded {
         exit.error.get_or_insert_with(|| format!("run {}: {error}", spec.id));
     }
@@ -115,15 +148,25 @@ pub(crate) fn supervise(directory: PathBuf) -> Result<(), String> {
     if let Some(supervision) = supervision {
         // So that no thread waits for us to hear it.
         drop(supervision.happenings);
+        drop(supervision.exec);
         exit.stats = supervision.stats.map(Box::new);
         supervision.shared.drain(CLIENT_PATIENCE);
         // The machine is gone, so this ends when the client has taken what there is, or is gone too.
         let _ = supervision.command.join();
+        let _ = supervision.collector.map(JoinHandle::join);
     }
     if let Some(client) = Arc::into_inner(client) {
         client.finish(Frame::Exit(exit));
     }
     Ok(())
+}
+
+/// How a run starts, beside its spec.
+#[derive(Clone, Copy)]
+struct Start<'a> {
+    size: Option<Size>,
+    hold: bool,
+    events: &'a Arc<Events>,
 }
 
 /// A run with a VMM.
@@ -136,6 +179,14 @@ struct Supervision<'a> {
     /// The thread that boots the guest, then runs the command.
     command: JoinHandle<()>,
     agent: Option<Agent>,
+    /// The thread that copies artifacts out.
+    collector: Option<JoinHandle<()>>,
+    /// The command, and when it started.
+    exec: Option<Arc<Exec>>,
+    started: Option<String>,
+    /// Whether the command waits for the client's word.
+    hold: bool,
+    events: Arc<Events>,
     /// Whether the VMM has said that the machine ended.
     stopped: bool,
     stats: Option<Stats>,
@@ -149,7 +200,7 @@ impl<'a> Supervision<'a> {
         sender: SyncSender<Happening>,
         happenings: Receiver<Happening>,
         client: &Arc<Connection>,
-        size: Option<Size>,
+        how: Start<'_>,
     ) -> Result<Self, String> {
         let vmm = Vmm::start(run.path(), &spec.machine, !spec.ephemeral).map_err(|error| error.to_string())?;
         let listener = run.listen().map_err(|error| error.to_string())?;
@@ -171,23 +222,46 @@ impl<'a> Supervision<'a> {
             hostname: spec.name.clone().unwrap_or_else(|| spec.id.clone()),
         };
         let command = {
-            let (dialler, client, process) = (vmm.dialler(), Arc::clone(client), own_command(&spec.process, size));
-            let body = move || boot_and_run(dialler, &welcome, deadline, process, &client, &sender);
+            let (dialler, client, process) = (vmm.dialler(), Arc::clone(client), own_command(&spec.process, how.size));
+            let (sender, hold) = (sender.clone(), how.hold);
+            let body = move || boot_and_run(dialler, &welcome, deadline, process, &client, &sender, hold);
             Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
         };
-        let shared = Arc::new(Shared::new(spec.clone(), vmm.control()));
+        let events = Arc::clone(how.events);
+        let shared = Arc::new(Shared::new(spec.clone(), vmm.control(), Arc::clone(&events), sender));
         let serving = Arc::clone(&shared);
         Builder::new()
             .name("serve".into())
             .spawn(move || serve(&listener, &serving))
             .map_err(|error| format!("thread: {error}"))?;
-        let boot_deadline = deadline.checked_add(BOOT_SLACK);
-        let (agent, stopped, stats) = (None, false, None);
-        Ok(Self { run, spec, happenings, vmm, shared, command, agent, stopped, stats, boot_deadline })
+        Ok(Self {
+            run,
+            spec,
+            happenings,
+            vmm,
+            shared,
+            command,
+            agent: None,
+            collector: None,
+            exec: None,
+            started: None,
+            hold: how.hold,
+            events,
+            stopped: false,
+            stats: None,
+            boot_deadline: deadline.checked_add(BOOT_SLACK),
+        })
     }
 
-    /// Waits for what ends the run.
-    fn until_the_end(&mut self) -> Ending {
+    /// Waits for what ends the run, and says whether it may end in good order.
+    fn until_the_end(&mut self) -> (Ending, bool) {
+        let mut orderly = true;
+        let ending = self.watch(&mut orderly);
+        orderly &= ending.is_orderly();
+        (ending, orderly)
+    }
+
+    fn watch(&mut self, in_good_order: &mut bool) -> Ending {
         let id = self.spec.id.as_str();
         let start_timeout = Duration::from_millis(self.spec.start_timeout_ms);
         let mut deadline = self.boot_deadline;
@@ -208,11 +282,18 @@ impl<'a> Supervision<'a> {
                 Happening::Vmm(Event::DiskFull { disk }) => {
                     // Where the state lies there may be no room either. The run waits all the same.
                     let _ = self.note(started, Some(format!("host-disk-full: disk {disk} waits for room")));
+                    self.events.add("disk.full", json!({ "disk": disk }));
                     Ok(())
                 }
-                Happening::Vmm(Event::DiskRoom { .. }) => self.note(started, None),
+                Happening::Vmm(Event::DiskRoom { disk }) => {
+                    self.events.add("disk.room", json!({ "disk": disk }));
+                    self.note(started, None)
+                }
                 Happening::Vmm(Event::Running | Event::Stats(_)) => Ok(()),
                 Happening::Booted(agent) => {
+                    self.events.add("run.booted", json!({ "kernel": printable(&agent.about().kernel) }));
+                    // What the client does before the command takes its time.
+                    deadline = if self.hold { None } else { deadline };
                     self.shared.set_agent(agent.clone());
                     self.agent = Some(agent);
                     Ok(())
@@ -220,8 +301,11 @@ impl<'a> Supervision<'a> {
                 Happening::NotBooted(AgentError::Late(detail)) => return Ending::late(id, start_timeout, &detail),
                 Happening::NotBooted(AgentError::Gone) | Happening::Ended(Err(AgentError::Gone)) => return self.why(),
                 Happening::NotBooted(error) | Happening::Ended(Err(error)) => return Ending::agent(id, &error),
-                Happening::Started => {
+                Happening::Started(exec) => {
                     started = true;
+                    self.exec = Some(exec);
+                    self.started = Some(clock::now());
+                    self.events.add("run.started", json!({}));
                     let timeout = self.spec.timeout_ms.map(Duration::from_millis);
                     deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
                     self.note(started, None)
@@ -230,6 +314,11 @@ impl<'a> Supervision<'a> {
                     return Ending::command(&record, self.spec.process.command.first().map_or("", String::as_str));
                 }
                 Happening::ClientGone => return Ending::client_gone(),
+                Happening::Asked { orderly, why } => {
+                    *in_good_order = orderly;
+                    return Ending::asked(id, &why);
+                }
+                Happening::Collected(_) => Ok(()),
             };
             if let Err(error) = noted {
                 return Ending::ours(id, error);
@@ -294,13 +383,14 @@ impl<'a> Supervision<'a> {
     /// Writes down that the run goes on.
     fn note(&self, started: bool, reason: Option<String>) -> Result<(), HomeError> {
         let state = if started { Phase::Running } else { Phase::Starting };
-        self.run.write_state(&State { state, reason, exit_code: None }, !self.spec.ephemeral)
+        let state = State { state, reason, exit_code: None, started: self.started.clone(), ended: None };
+        self.run.write_state(&state, !self.spec.ephemeral)
     }
 
     /// Ends the machine, in whatever way is left, and its VMM. A disk that is kept is written back first.
-    fn end_machine(&mut self, ending: &Ending) {
+    fn end_machine(&mut self, orderly: bool) {
         if !self.spec.ephemeral
-            && ending.is_orderly()
+            && orderly
             && let Some(agent) = self.agent.clone().filter(|_| !self.stopped)
         {
             // The answer may never come; whether the machine ended is what counts.
@@ -329,6 +419,7 @@ fn boot_and_run(
     process: guest::message::ExecSpec,
     client: &Connection,
     sender: &SyncSender<Happening>,
+    hold: bool,
 ) {
     // Nobody listens once the run has ended.
     let tell = |happening| drop(sender.send(happening));
@@ -337,10 +428,23 @@ fn boot_and_run(
         Err(error) => return tell(Happening::NotBooted(error)),
     };
     tell(Happening::Booted(agent.clone()));
+    // A client that goes away instead of giving its word ends the run where that is noticed.
+    if hold && !client.hold() {
+        return;
+    }
     tell(Happening::Ended(agent.exec(process).and_then(|exec| {
-        tell(Happening::Started);
-        client.relay(exec)
+        let exec = Arc::new(exec);
+        tell(Happening::Started(Arc::clone(&exec)));
+        client.relay(&exec)
     })));
+}
+
+/// As many notes as surely fit in a frame.
+fn bounded(mut notes: Vec<String>) -> Vec<String> {
+    let dropped = notes.len().saturating_sub(MAX_NOTES);
+    notes.truncate(MAX_NOTES);
+    notes.extend((dropped > 0).then(|| format!("and {dropped} more notes")));
+    notes
 }
 
 fn entropy() -> Result<Vec<u8>, rustix::io::Errno> {

@@ -2,18 +2,21 @@
 
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Sender, SyncSender, channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use guest::host::{Agent, AgentError};
-use guest::message::{ExecKind, ExecSpec, Terminal};
+use guest::message::{ExecKind, ExecSpec, Terminal, printable};
+use serde_json::json;
 use vmm_control::{ControlSocket, Stats};
 
+use super::Happening;
 use super::connection::Connection;
 use super::ending::exit_of;
 use crate::environment::merge;
-use crate::frame::{Exec, Frame, Request, Size};
+use crate::events::Events;
+use crate::frame::{Copy, Exec, Exit, Frame, Request, Size};
 use crate::spec::{Process, Spec};
 
 /// Most clients at once.
@@ -26,6 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Shared {
     spec: Spec,
     control: Arc<ControlSocket>,
+    events: Arc<Events>,
+    /// Where the main thread listens.
+    main: SyncSender<Happening>,
     agent: OnceLock<Agent>,
     execs: AtomicU64,
     asking: Mutex<Vec<Sender<Stats>>>,
@@ -35,16 +41,28 @@ pub(super) struct Shared {
 
 impl Shared {
     /// For a run whose VMM has this control socket.
-    pub(super) fn new(spec: Spec, control: Arc<ControlSocket>) -> Self {
+    pub(super) fn new(
+        spec: Spec,
+        control: Arc<ControlSocket>,
+        events: Arc<Events>,
+        main: SyncSender<Happening>,
+    ) -> Self {
         Self {
             spec,
             control,
+            events,
+            main,
             agent: OnceLock::new(),
             execs: AtomicU64::new(0),
             asking: Mutex::default(),
             clients: Mutex::default(),
             left: Condvar::new(),
         }
+    }
+
+    /// Where the main thread listens.
+    pub(super) fn main(&self) -> SyncSender<Happening> {
+        self.main.clone()
     }
 
     /// The guest has booted.
@@ -115,7 +133,16 @@ fn client(mut stream: UnixStream, shared: &Shared) {
     }
     let Ok(connection) = Connection::start(stream, || ()) else { return };
     match request {
-        Request::Exec(exec) => run(connection, exec, shared),
+        Request::Exec(exec) => {
+            let own = &shared.spec.process;
+            run(connection, shared, "exec", |id| another_command(id, exec, own));
+        }
+        Request::Copy(copy) => run(connection, shared, "copy", |id| copying(id, copy, &shared.spec.process)),
+        Request::Stop { orderly, why } => {
+            // The main thread may be ending the run already.
+            let _ = shared.main.try_send(Happening::Asked { orderly, why: printable(&why) });
+            connection.finish(Frame::Exit(Exit::default()));
+        }
         Request::Stats => match stats(shared) {
             Some(stats) => connection.finish(Frame::Stats(Box::new(stats))),
             None => connection.refuse(format!("run {}: its VMM does not answer", shared.spec.id)),
@@ -124,15 +151,22 @@ fn client(mut stream: UnixStream, shared: &Shared) {
     }
 }
 
-fn run(connection: Connection, exec: Exec, shared: &Shared) {
+fn run(connection: Connection, shared: &Shared, kind: &str, spec: impl FnOnce(String) -> ExecSpec) {
     let id = &shared.spec.id;
     let Some(agent) = shared.agent.get() else {
         return connection.refuse(format!("run {id}: it is still starting; try again in a moment"));
     };
     let number = shared.execs.fetch_add(1, Ordering::Relaxed);
-    let spec = another_command(format!("exec-{number}"), exec, &shared.spec.process);
+    let spec = spec(format!("{kind}-{number}"));
     let command = command_of(&spec).to_owned();
-    let record = agent.exec(spec).and_then(|exec| connection.relay(exec));
+    let exec = spec.id.clone();
+    shared.events.add("exec.started", json!({ "exec": exec, "command": command }));
+    let record = agent.exec(spec).and_then(|exec| connection.relay(&Arc::new(exec)));
+    let ended = match &record {
+        Ok(record) => json!({ "exec": exec, "exit_code": record.status() }),
+        Err(error) => json!({ "exec": exec, "error": printable(&error.to_string()) }),
+    };
+    shared.events.add("exec.ended", ended);
     match record {
         Ok(record) => connection.finish(Frame::Exit(exit_of(&record, &command))),
         Err(AgentError::Gone) => connection.refuse(format!("run {id}: it ended before the command did")),
@@ -171,6 +205,18 @@ fn another_command(id: String, exec: Exec, own: &Process) -> ExecSpec {
     }
 }
 
+/// Files on their way. As root, unless it says otherwise.
+fn copying(id: String, copy: Copy, own: &Process) -> ExecSpec {
+    match copy {
+        Copy::In { directory } => ExecSpec::tar_extract(id, directory),
+        Copy::Out { path } => ExecSpec::tar_create(id, path),
+        Copy::Stat { path, follow, user } => {
+            let user = user.and_then(|user| if user.is_empty() { own.user.clone() } else { Some(user) });
+            ExecSpec { user, ..ExecSpec::stat(id, path, follow) }
+        }
+    }
+}
+
 fn terminal(size: Option<Size>, term: &str) -> Terminal {
     let size = size.unwrap_or(Size { rows: 24, columns: 80 });
     Terminal { rows: size.rows, cols: size.columns, term: term.to_owned() }
@@ -180,7 +226,10 @@ fn terminal(size: Option<Size>, term: &str) -> Terminal {
 pub(super) fn command_of(spec: &ExecSpec) -> &str {
     match &spec.kind {
         ExecKind::Command { args } => args.first().map_or("", String::as_str),
-        _ => "",
+        ExecKind::TarExtract { .. } => "copy in",
+        ExecKind::TarCreate { .. } | ExecKind::TarGlob { .. } => "copy out",
+        ExecKind::Stat { .. } => "look",
+        ExecKind::BuildImage { .. } => "build image",
     }
 }
 

@@ -1,0 +1,98 @@
+//! What there is to know of this host.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::path::Path;
+
+use rustix::fs::{Access, access, statvfs};
+use rustix::process::{Resource, getrlimit};
+
+use super::{Check, judge};
+use crate::home::{Home, ProgramFiles};
+use crate::image::Images;
+use crate::kernel::{self, host::HostKernel};
+use crate::preflight::{check_kernel, check_limits, open_kvm};
+
+/// Every check, in the order in which to mend things.
+pub(super) fn checks() -> Vec<Check> {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let root = rustix::process::geteuid().is_root();
+    let mut checks = vec![
+        judge::kernel_version(&rustix::system::uname().release().to_string_lossy()),
+        judge::kvm(open_kvm().map(drop).map_err(|error| error.to_string()), &read("/proc/cpuinfo")),
+    ];
+    let limits = [Resource::Fsize, Resource::Nofile].map(getrlimit);
+    let [largest_file, descriptors] = limits;
+    let limits = check_limits(1 << 30, largest_file.current, descriptors.maximum);
+    checks.push(match limits {
+        Ok(()) => Check::ok("limits", "files and descriptors suffice"),
+        Err(error) => Check::failed("limits", error.to_string(), "ulimit -f unlimited; ulimit -Hn 65536 (as root)"),
+    });
+    checks.push(judge::user_namespaces(
+        root,
+        &read("/proc/sys/user/max_user_namespaces"),
+        &read("/proc/sys/kernel/unprivileged_userns_clone"),
+        &read("/proc/sys/kernel/apparmor_restrict_unprivileged_userns"),
+    ));
+    checks.push(cgroup(&read("/proc/self/mounts"), &read("/proc/self/cgroup")));
+    checks.push(judge::landlock(landlock_abi()));
+    let device = File::options().read(true).write(true).open("/dev/userfaultfd").is_ok();
+    checks.push(judge::userfaultfd(root || device, &read("/proc/sys/vm/unprivileged_userfaultfd")));
+    checks.push(judge::memory(&read("/proc/meminfo")));
+    checks.push(match ProgramFiles::find() {
+        Ok(files) => Check::ok("programs", format!("{} and {}", files.vmm.display(), files.agent.display())),
+        Err(error) => Check::failed("programs", error.to_string(), "install bulkhead as a whole (make install)"),
+    });
+    match Home::find() {
+        Ok(home) => checks.extend(state(&home)),
+        Err(error) => {
+            checks.push(Check::failed("state", error.to_string(), "set BULKHEAD_HOME to a directory of yours"));
+        }
+    }
+    checks
+}
+
+/// The state directory, and what a run needs from it.
+fn state(home: &Home) -> Vec<Check> {
+    let path = home.path();
+    let space =
+        statvfs(path).map(|found| found.f_bavail.saturating_mul(found.f_frsize)).map_err(|error| error.to_string());
+    let kernel = match kernel::Store::of(home).kernel(None) {
+        Ok(kernel) => check_kernel(&kernel).map(|()| kernel.name).map_err(|error| error.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    // The one that this host runs is at hand.
+    let import = HostKernel::find().import_command();
+    let import = import.unwrap_or_else(|why| format!("{why}; give another to bulkhead kernel import"));
+    vec![judge::disk(path, space), judge::kernel(kernel, &import), judge::images(&images(home), path)]
+}
+
+/// The images that there are, by name, or by id where they have none.
+fn images(home: &Home) -> Vec<String> {
+    let images = Images::of(home);
+    let named = images.names();
+    let nameless = images.ids().into_iter().filter(|id| !named.iter().any(|(_, named)| named == id));
+    let by_name = named.iter().map(|(name, _)| name.clone());
+    by_name.chain(nameless).chain(images.by_hand_names()).collect()
+}
+
+/// The cgroup that this process is in, and what it may do there.
+fn cgroup(mounts: &str, own: &str) -> Check {
+    let Some(point) = judge::cgroup_mount(mounts) else { return judge::cgroup(None) };
+    let own = own.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/").trim_start_matches('/');
+    let directory = Path::new(point).join(own);
+    let controllers = std::fs::read_to_string(directory.join("cgroup.controllers")).unwrap_or_default();
+    let writable = ["", "cgroup.procs", "cgroup.subtree_control"]
+        .iter()
+        .all(|file| access(directory.join(file), Access::WRITE_OK).is_ok());
+    judge::cgroup(Some((&directory, &controllers, writable)))
+}
+
+/// The version of Landlock's interface; nothing if the kernel has none, or has it switched off.
+fn landlock_abi() -> Option<i64> {
+    const VERSION: libc::c_uint = 1;
+    let (none, zero) = (std::ptr::null::<libc::c_void>(), 0_usize);
+    // SAFETY: with this flag the kernel reads nothing and only answers with a number.
+    let answer = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, zero, VERSION) };
+    (answer > 0).then_some(answer)
+}
