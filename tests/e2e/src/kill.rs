@@ -9,6 +9,10 @@ pub(crate) const TESTS: &[Test] = &[
     ("kill::a_client_takes_its_run_along", a_client_takes_its_run_along),
     ("kill::a_supervisor_takes_its_machine_along", a_supervisor_takes_its_machine_along),
     ("kill::a_vmm_ends_its_run", a_vmm_ends_its_run),
+    (
+        "kill::a_supervisor_that_is_asked_to_end_does_so_in_good_order",
+        a_supervisor_that_is_asked_to_end_does_so_in_good_order,
+    ),
     ("kill::all_at_once_leave_nothing", all_at_once_leave_nothing),
 ];
 
@@ -64,7 +68,7 @@ fn a_supervisor_takes_its_machine_along() {
         next_works(&bulkhead, kept);
     }
     let all = bulkhead.output(&["list", "-a"]).expect(0);
-    assert!(all.contains("box   busybox  failed (its supervisor was killed)\n"), "{all}");
+    assert!(all.contains("box   busybox  failed (its supervisor was killed)  "), "{all}");
     let refused = bulkhead.output(&["exec", "box", "true"]).refused(125);
     assert!(refused.ends_with(": not running; its state is failed\n"), "{refused}");
 }
@@ -81,7 +85,46 @@ fn a_vmm_ends_its_run() {
         next_works(&bulkhead, kept);
     }
     let all = bulkhead.output(&["list", "-a"]).expect(0);
-    assert!(all.contains("failed (its VMM ended unexpectedly (signal: 9 (SIGKILL)))\n"), "{all}");
+    assert!(all.contains("failed (its VMM ended unexpectedly (signal: 9 (SIGKILL)))  "), "{all}");
+}
+
+/// SIGTERM, as a host sends it that shuts down: a kept run's disk is written back and the machine powered off; the record and
+/// the client say why. Then `rm`, which refuses what runs, and `rm -f`, which does not.
+fn a_supervisor_that_is_asked_to_end_does_so_in_good_order() {
+    let bulkhead = Bulkhead::new();
+    let resident = bulkhead.reside("box", &["--label", "team=red", "--timeout", "1h"]);
+    assert_eq!(bulkhead.shell("box", "echo kept > /file").expect(0), "");
+    let refused = bulkhead.output(&["rm", "box"]).refused(125);
+    assert!(refused.ends_with(": it is running; bulkhead rm -f ends it at once and removes it\n"), "{refused}");
+    processes::supervisor(&bulkhead).send(rustix::process::Signal::TERM);
+    let ended = resident.finish();
+    assert_eq!(
+        (ended.code, ended.stderr.contains(": its supervisor was ended by SIGTERM\n")),
+        (125, true),
+        "{ended:?}"
+    );
+    next_works(&bulkhead, 1);
+
+    let text = bulkhead.output(&["inspect", "box"]).expect(0);
+    let run = &serde_json::from_str::<serde_json::Value>(&text).unwrap()[0];
+    assert_eq!((&run["state"], &run["exit_code"]), (&"stopped".into(), &125.into()), "{text}");
+    assert_eq!(
+        (&run["reason"], &run["spec"]["labels"]["team"]),
+        (&"its supervisor was ended by SIGTERM".into(), &"red".into())
+    );
+    let log = std::fs::read_to_string(run["events"].as_str().unwrap()).unwrap();
+    let events: Vec<serde_json::Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let names: Vec<&str> = events.iter().map(|event| event["event"].as_str().unwrap()).collect();
+    assert_eq!(names, ["run.created", "run.booted", "run.started", "exec.started", "exec.ended", "run.ended"]);
+    assert!(events.iter().enumerate().all(|(n, event)| event["seq"] == n), "{log}");
+    // Nothing of the disk was lost: its journal needs no replay.
+    assert_eq!(bulkhead.output(&["rm", "box"]).expect(0), "box\n");
+
+    let resident = bulkhead.reside("box", &[]);
+    assert_eq!(bulkhead.output(&["rm", "-f", "box"]).expect(0), "box\n");
+    let ended = resident.finish();
+    assert_eq!((ended.code, ended.stderr.contains(": removed (bulkhead rm -f)\n")), (125, true), "{ended:?}");
+    next_works(&bulkhead, 0);
 }
 
 /// Supervisor, VMM and client die together, in the two orders that matter, while other clients have commands there.

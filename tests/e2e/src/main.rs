@@ -14,6 +14,7 @@ mod processes;
 mod pty;
 
 mod boot;
+mod files;
 mod hostile;
 mod kernel;
 mod kill;
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         kernel::TESTS,
         machine::TESTS,
         run::TESTS,
+        files::TESTS,
         tty::TESTS,
         refusals::TESTS,
         kill::TESTS,

@@ -24,7 +24,12 @@ pub(crate) struct Process {
 impl Process {
     /// Kills it as nobody should, if it still lives.
     pub(crate) fn kill(&self) {
-        let _ = kill_process(Pid::from_raw(self.pid).unwrap(), Signal::KILL);
+        self.send(Signal::KILL);
+    }
+
+    /// Sends it a signal, if it still lives.
+    pub(crate) fn send(&self, signal: Signal) {
+        let _ = kill_process(Pid::from_raw(self.pid).unwrap(), signal);
     }
 
     /// The most memory that it ever had, in KiB, if it still lives.

@@ -47,6 +47,20 @@ fn a_terminal_works_and_is_restored() {
     other.press("\x03");
     assert_eq!(other.finish(), 130);
     assert!(!other.is_raw(), "restored");
+    // A shell that somebody types at: it echoes, runs what it is told, and the end-of-input key ends it.
+    let mut shell = Session::start(&mut bulkhead.command(&["exec", "-it", "box", "sh"]));
+    shell.until("# ");
+    shell.press("echo $((40 + 2)) $(stty -a | grep -o ' echo ')\r");
+    shell.until("42 echo\r\n");
+    shell.press("sleep 4321\r");
+    until("its sleep", || bulkhead.shell("box", "ps").stdout.contains("sleep 4321"));
+    shell.press("\x03");
+    shell.press("echo and $((6 * 7))\r");
+    shell.until("and 42\r\n");
+    assert!(shell.is_raw());
+    shell.press("\x04");
+    assert_eq!(shell.finish(), 0);
+    assert!(!shell.is_raw(), "restored");
     // Its input may be a terminal without the command's being one: then keys stay what they are here.
     let mut plain = bulkhead.command(&["exec", "box", "sh", "-c", "tty; echo TERM=$TERM"]);
     let output = crate::command::output(plain.stdin(Stdio::null()), b"");

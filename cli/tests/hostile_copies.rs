@@ -1,0 +1,203 @@
+//! `bulkhead cp` against a supervisor that is the guest's: whatever comes over the connection, nothing outside the
+//! destination changes, and the copy ends.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on fails")]
+
+mod common;
+
+use std::fs::{self, File};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::Output;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use common::{Place, frame, read_frame, text};
+use serde_json::{Value, json};
+
+/// A run whose supervisor answers what a test wants.
+struct Fake {
+    place: Place,
+    /// Its run is alive while this is locked, and so while it is open.
+    _lock: File,
+    socket: UnixListener,
+}
+
+fn exit(to: &mut UnixStream, code: u8) {
+    frame(to, 0x86, json!({"code": code, "error": null, "stats": null}).to_string().as_bytes());
+}
+
+impl Fake {
+    fn new() -> Self {
+        let place = Place::new();
+        let (run, lock) = place.run("0badbad0", 8192);
+        // An address has room for 107 bytes only.
+        let socket = UnixListener::bind(run.join("ctl.sock")).unwrap();
+        fs::create_dir(place.path("here/to")).unwrap();
+        fs::create_dir(place.path("outside")).unwrap();
+        fs::write(place.path("outside/secret"), "secret").unwrap();
+        Self { place, _lock: lock, socket }
+    }
+
+    /// Copies `box:/x` to `to`, from a guest that says `kind` of it and then sends what `send` writes.
+    fn copy(&self, kind: &str, options: &[&str], send: impl Fn(&mut UnixStream) + Send + 'static) -> Output {
+        let listener = self.socket.try_clone().unwrap();
+        let kind = kind.to_owned();
+        let over = Arc::new(AtomicBool::new(false));
+        let ended = Arc::clone(&over);
+        let supervisor: JoinHandle<()> = std::thread::spawn(move || {
+            loop {
+                let (mut client, _) = listener.accept().unwrap();
+                if ended.load(Ordering::Relaxed) {
+                    return;
+                }
+                // One that only woke an earlier supervisor.
+                let Some((1, request)) = read_frame(&mut client) else { continue };
+                let request: Value = serde_json::from_slice(&request).unwrap();
+                if request["copy"] == "stat" {
+                    let stat = json!({"kind": kind, "path": "/x", "uid": 0, "gid": 0}).to_string();
+                    frame(&mut client, 0x82, stat.as_bytes());
+                    exit(&mut client, 0);
+                } else {
+                    return send(&mut client);
+                }
+            }
+        });
+        let output = self.place.output(&[&["cp"], options, &["box:/x", "to"]].concat());
+        // If it never came so far, this ends the supervisor's wait.
+        over.store(true, Ordering::Relaxed);
+        drop(UnixStream::connect(self.place.path("home/runs/0badbad0/ctl.sock")));
+        supervisor.join().unwrap();
+        output
+    }
+
+    fn assert_untouched(&self) {
+        let outside: Vec<_> =
+            fs::read_dir(self.place.path("outside")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(outside, ["secret"]);
+        assert_eq!(fs::read_to_string(self.place.path("outside/secret")).unwrap(), "secret");
+        let mut here: Vec<_> = fs::read_dir(self.place.path("here")).unwrap().map(|e| e.unwrap().file_name()).collect();
+        here.sort();
+        assert_eq!(here, ["bad.env", "binary.env", "file", "good.env", "spaced.env", "to"]);
+        assert_eq!(fs::read_to_string(self.place.path("here/file")).unwrap(), "x");
+    }
+
+    fn copied(&self) -> Vec<PathBuf> {
+        let to = self.place.path("here/to");
+        self.place
+            .listed()
+            .into_iter()
+            .filter_map(|path| path.strip_prefix(&to).ok().map(PathBuf::from))
+            .filter(|p| p.as_os_str() != "")
+            .collect()
+    }
+}
+
+fn entry(name: &str, kind: u8, link: &str, content: &[u8]) -> Vec<u8> {
+    let mut block = vec![0; 512];
+    block[..name.len()].copy_from_slice(name.as_bytes());
+    block[100..108].copy_from_slice(b"0006777\0");
+    block[108..116].copy_from_slice(b"0000000\0");
+    block[116..124].copy_from_slice(b"0000000\0");
+    block[124..136].copy_from_slice(format!("{:011o}\0", content.len()).as_bytes());
+    block[136..148].copy_from_slice(b"00000000000\0");
+    block[148..156].copy_from_slice(b"        ");
+    block[156] = kind;
+    block[157..157 + link.len()].copy_from_slice(link.as_bytes());
+    block[257..265].copy_from_slice(b"ustar  \0");
+    let sum: u32 = block.iter().map(|byte| u32::from(*byte)).sum();
+    block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+    block.extend(content);
+    block.resize(block.len().next_multiple_of(512), 0);
+    block
+}
+
+fn assert_failed(output: &Output, words: &str) {
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), output.stdout.len(), said.lines().count()), (Some(125), 0, 1), "{said}");
+    assert!(said.starts_with("bulkhead: cp: ") && said.contains(words) && !said.contains('\x1b'), "{words}: {said}");
+}
+
+#[test]
+fn a_hostile_archive_can_at_worst_fail_the_copy() {
+    let cases: Vec<(&str, Vec<u8>, &str)> = vec![
+        ("directory", entry("../file", b'0', "", b"evil"), "it leads out of the directory"),
+        ("directory", entry("/tmp/evil", b'0', "", b"evil"), "it is absolute"),
+        ("directory", [entry("l", b'2', "../../outside", b""), entry("l/secret", b'0', "", b"evil")].concat(), ""),
+        (
+            "directory",
+            [entry("l", b'2', "d", b""), entry("l/secret", b'0', "", b"evil")].concat(),
+            "symbolic link is in its way",
+        ),
+        ("directory", entry("\x1b[2J/../x", b'0', "", b"evil"), "it leads out"),
+        ("directory", entry("", b'0', "", b"evil"), "a member without a name"),
+        ("directory", vec![7; 5000], "the guest's archive"),
+        ("directory", entry("f", b'0', "", b"cut short")[..515].to_vec(), "the guest's archive"),
+        ("file", [entry("x", b'0', "", b"1"), entry("file", b'0', "", b"evil")].concat(), "not asked for"),
+        ("file", entry("x", b'5', "", b""), "not asked for"),
+        ("file", entry("x", b'3', "", b""), "not asked for"),
+        ("file", Vec::new(), "the guest sent nothing"),
+        ("link", entry("x", b'2', "/etc/shadow", b""), "outside of what is copied"),
+        ("device", Vec::new(), "the guest's answer"),
+    ];
+    for (kind, archive, words) in cases {
+        let fake = Fake::new();
+        let output = fake.copy(kind, &[], move |client| {
+            // Until it does not listen any more.
+            if archive.chunks(1000).all(|part| frame(client, 0x82, part)) {
+                exit(client, 0);
+            }
+        });
+        if words.is_empty() {
+            assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        } else {
+            assert_failed(&output, words);
+        }
+        fake.assert_untouched();
+        assert!(fake.copied().iter().all(|path| !path.to_string_lossy().contains(".bulkhead-")), "{:?}", fake.copied());
+    }
+}
+
+#[test]
+fn a_guest_that_sends_for_ever_is_cut_off() {
+    let fake = Fake::new();
+    let output = fake.copy("directory", &["--limit", "1M"], |client| {
+        let file = entry("f", b'0', "", &[0; 60_000]);
+        while frame(client, 0x82, &file) {}
+    });
+    assert_failed(&output, "the guest sends more than 1.0 MiB");
+    let output = fake.copy("directory", &[], |client| while frame(client, 0x82, &[0; 65_536]) {});
+    assert_failed(&output, "goes on after its end");
+    // Words without end, too.
+    let output = fake.copy("directory", &[], |client| {
+        for _ in 0..2000 {
+            frame(client, 0x83, b"\x1b[2J evil words\n");
+        }
+        exit(client, 1);
+    });
+    assert_eq!(output.status.code(), Some(125));
+    assert!(output.stderr.len() < 10_000 && !output.stderr.contains(&0x1b), "{}", text(&output.stderr));
+    fake.assert_untouched();
+}
+
+#[test]
+fn a_copy_that_the_guest_calls_failed_is_one() {
+    let fake = Fake::new();
+    let archive = [entry("d", b'5', "", b""), entry("d/whole", b'0', "", b"content")].concat();
+    let output = fake.copy("directory", &[], move |client| {
+        frame(client, 0x82, &archive);
+        frame(client, 0x83, b"/x/unreadable: Permission denied\n");
+        exit(client, 1);
+    });
+    assert_failed(&output, "/x/unreadable: Permission denied");
+    // What came before is whole.
+    assert_eq!(fs::read_to_string(fake.place.path("here/to/x/d/whole")).unwrap(), "content");
+    // A supervisor that dies in the middle of a file leaves nothing of that file.
+    let archive = entry("d/half", b'0', "", &[1; 5000]);
+    let output = fake.copy("directory", &[], move |client| {
+        frame(client, 0x82, &archive[..2000]);
+    });
+    assert_eq!(output.status.code(), Some(125));
+    let expected: Vec<PathBuf> = ["x", "x/d", "x/d/whole"].iter().map(PathBuf::from).collect();
+    assert_eq!(fake.copied(), expected);
+}
