@@ -34,9 +34,7 @@ const QUEUE_SIZE: u16 = MAX_DESCRIPTORS;
 /// Most pieces of data in a request: what fits a queue beside header and status.
 const SEG_MAX: u32 = 510;
 /// Most time that is spent looking for more requests before the guest has to kick again.
-const MOST_LOOKING: Duration = Duration::from_millis(1);
-/// How much longer than serving the last requests took we look for the next.
-const LOOKING: u32 = 4;
+const MOST_LOOKING: Duration = Duration::from_micros(500);
 /// How often a full host is asked again.
 const FULL_RETRY: Duration = Duration::from_secs(1);
 
@@ -438,10 +436,10 @@ fn half_of_waiting(ram: &Ram, queue: &Queue) -> Result<u16, Pause> {
     Ok(waiting(ram, queue)?.div_ceil(2))
 }
 
-/// Looks for new requests, for a time that follows from what the last ones took to serve: a guest that goes on at once is
-/// about as fast as we are, on whatever machine, and one that does not makes us look in vain only once.
+/// Looks for new requests, no longer than the last ones took to serve: so a guest can make us spend on looking at most
+/// what it makes us spend on work.
 fn look_for_more(ram: &Ram, queue: &Queue, served: Duration) -> Result<bool, Pause> {
-    let (begun, limit) = (Instant::now(), served.saturating_mul(LOOKING).min(MOST_LOOKING));
+    let (begun, limit) = (Instant::now(), served.min(MOST_LOOKING));
     while begun.elapsed() < limit {
         if waiting(ram, queue)? > 0 {
             return Ok(true);
