@@ -86,6 +86,11 @@ fn one(name: &str) -> Result<(), Failed> {
         println!("{name}: passed before the emulated host's kernel died");
         return Ok(());
     }
+    // What failed has failed: a new boot is no second chance.
+    let failed = format!("{name} failed");
+    if progress.has(&failed) {
+        return Err("failed before the emulated host's kernel died; how is above".into());
+    }
     let (start, deadline) = (Instant::now(), deadline());
     let this = std::env::current_exe()?;
     let log = tempfile::tempfile()?;
@@ -110,5 +115,9 @@ fn one(name: &str) -> Result<(), Failed> {
     let mut text = vec![0; 64 << 10];
     let read = std::os::unix::fs::FileExt::read_at(&log, &mut text, 0)?;
     let what = status.map_or_else(|| format!("still running after {deadline:?}"), |status| status.to_string());
-    Err(format!("{what}\n{}", String::from_utf8_lossy(&text[..read])).into())
+    let why = format!("{what}\n{}", String::from_utf8_lossy(&text[..read]));
+    // Failures are summed up at the end, which a kernel that dies does not come to.
+    println!("{name} failed: {why}");
+    progress.add(&failed);
+    Err(why.into())
 }
