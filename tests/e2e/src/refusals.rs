@@ -64,7 +64,7 @@ fn wrong_words() {
         (&["--memroy", "4G", "busybox"], &["--memroy", "'--memory'"]),
         (&["busybx", "true"], &["image \"busybx\"", "did you mean busybox?"]),
         (&["../images/busybox", "true"], &["image \"../images/busybox\": not found"]),
-        (&["--kernel", "no-such", "busybox"], &["kernel \"no-such\": not found", "there are: "]),
+        (&["--kernel", "no-such", "busybox", "true"], &["kernel \"no-such\": not found", "there are: "]),
         (&["busybox", ""], &["the command is empty"]),
         (&[], &["required"]),
     ] {
