@@ -24,10 +24,16 @@ impl Bulkhead {
         self.home.path()
     }
 
-    /// The client with these arguments.
+    /// The client with these arguments. A guest has long to boot: how long it takes in an emulated machine says nothing.
     pub(crate) fn command<S: AsRef<OsStr>>(&self, arguments: &[S]) -> Command {
         let mut command = Command::new(host::bulkhead());
-        command.env_clear().env("BULKHEAD_HOME", self.home.path()).env("PATH", "/usr/bin:/bin").args(arguments);
+        command.env_clear().env("BULKHEAD_HOME", self.home.path()).env("PATH", "/usr/bin:/bin");
+        let (run, rest) = arguments.split_at(usize::from(arguments.first().is_some_and(|word| word.as_ref() == "run")));
+        command.args(run);
+        if !run.is_empty() && !arguments.iter().any(|word| word.as_ref() == "--start-timeout") {
+            command.args(["--start-timeout", "4m"]);
+        }
+        command.args(rest);
         command
     }
 
