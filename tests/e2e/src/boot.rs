@@ -49,16 +49,17 @@ fn every_kernel_starts_at_every_size() {
     }
 }
 
-/// The promise is 25, of any kind. What the guest itself causes was measured and stands here exactly, so that each one
-/// more is noticed; how often KVM sends a waiting vCPU back while another starts it, timing decides.
+/// The promise is 25, of any kind. What the guest itself causes was measured, with the CPU that the rig shows it, and stands
+/// here exactly, so that each one more is noticed; how often KVM sends a waiting vCPU back while another starts it, timing decides.
 fn exits_before_the_agent_are_few_and_exact() {
     let kernel = host::newest_kernel();
-    for (vcpus, caused) in [(1, 4), (2, 5), (8, 11)] {
+    let all = [1, 2, 8].map(|vcpus| {
         let (_, stats) = boot(&kernel, config(vcpus, 256 << 20, 1), "payload=off");
         let exits = exits_at(&stats, STARTED);
-        assert_eq!(exits.total - exits.interrupted, caused, "{vcpus} vCPUs: {stats:?}");
         assert!(exits.total <= 25, "{vcpus} vCPUs: {stats:?}");
-    }
+        exits
+    });
+    assert_eq!(all.map(|exits| exits.total - exits.interrupted), [2, 2, 2], "{all:?}");
 }
 
 fn the_four_ways_to_stop_are_told_apart() {
