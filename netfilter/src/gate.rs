@@ -1,7 +1,7 @@
 //! The frame gate: of all that a guest can send, the few shapes that have code behind them.
 //!
 //! A frame is checked once, from the outside in, and becomes a [`Packet`] whose lengths and checksums hold. Everything
-//! else is a [`Drop`]: there is no path by which it could be forwarded. Nothing is learned from a frame and nothing is
+//! else is a [`Dropped`]: there is no path by which it could be forwarded. Nothing is learned from a frame and nothing is
 //! put together from several: no tables, no reassembly.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
@@ -62,7 +62,7 @@ pub struct Segment<'f> {
 
 /// Why a frame has no code behind it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Drop {
+pub enum Dropped {
     /// Shorter than its headers, longer than the link allows, or with lengths that contradict each other.
     Length,
     /// Not from the guest's own link-layer address.
@@ -93,13 +93,15 @@ pub enum Drop {
     Icmp,
     /// A TCP or UDP header or checksum that does not hold.
     Transport,
-    /// More frames than a guest may send in a second.
+    /// More than a guest may send in a second.
     Rate,
+    /// A DHCP or DNS message that gets no answer.
+    Unanswerable,
 }
 
-impl Drop {
+impl Dropped {
     /// Every class, for counters.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Length,
         Self::SourceMac,
         Self::DestinationMac,
@@ -116,6 +118,7 @@ impl Drop {
         Self::Icmp,
         Self::Transport,
         Self::Rate,
+        Self::Unanswerable,
     ];
 
     /// The word that events use.
@@ -137,37 +140,38 @@ impl Drop {
             Self::Icmp => "icmp",
             Self::Transport => "transport",
             Self::Rate => "rate",
+            Self::Unanswerable => "unanswerable",
         }
     }
 }
 
 /// Checks a frame from the guest.
-pub fn check(frame: &[u8]) -> Result<Packet<'_>, Drop> {
+pub fn check(frame: &[u8]) -> Result<Packet<'_>, Dropped> {
     if frame.len() > MAX_FRAME {
-        return Err(Drop::Length);
+        return Err(Dropped::Length);
     }
     let mut reader = Reader::new(frame);
     let (Some(destination), Some(source), Some(ethertype)) = (reader.array(), reader.array(), reader.u16()) else {
-        return Err(Drop::Length);
+        return Err(Dropped::Length);
     };
     if source != GUEST_MAC {
-        return Err(Drop::SourceMac);
+        return Err(Dropped::SourceMac);
     }
     if destination != GATEWAY_MAC && destination != BROADCAST_MAC {
-        return Err(Drop::DestinationMac);
+        return Err(Dropped::DestinationMac);
     }
     match ethertype {
         0x0800 => ipv4(destination, reader.rest()),
         0x0806 => arp(reader.rest()),
-        0x86dd => Err(Drop::Ipv6),
-        0x8100 | 0x88a8 | 0x9100 => Err(Drop::Vlan),
-        0..0x0600 => Err(Drop::Llc),
-        _ => Err(Drop::EtherType),
+        0x86dd => Err(Dropped::Ipv6),
+        0x8100 | 0x88a8 | 0x9100 => Err(Dropped::Vlan),
+        0..0x0600 => Err(Dropped::Llc),
+        _ => Err(Dropped::EtherType),
     }
 }
 
 /// RFC 826. Ethernet pads short frames, so bytes may follow.
-fn arp(body: &[u8]) -> Result<Packet<'_>, Drop> {
+fn arp(body: &[u8]) -> Result<Packet<'_>, Dropped> {
     const REQUEST: [u8; 8] = [0, 1, 8, 0, 6, 4, 0, 1];
     let mut reader = Reader::new(body);
     let fields = (|| {
@@ -181,13 +185,13 @@ fn arp(body: &[u8]) -> Result<Packet<'_>, Drop> {
         Some((REQUEST, GUEST_MAC, sender, GATEWAY)) if sender == GUEST || sender.is_unspecified() => {
             Ok(Packet::Arp { sender })
         }
-        _ => Err(Drop::Arp),
+        _ => Err(Dropped::Arp),
     }
 }
 
 /// RFC 791, without options and fragments.
-fn ipv4(destination_mac: Mac, body: &[u8]) -> Result<Packet<'_>, Drop> {
-    let (header, _) = body.split_at_checked(20).ok_or(Drop::Length)?;
+fn ipv4(destination_mac: Mac, body: &[u8]) -> Result<Packet<'_>, Dropped> {
+    let (header, _) = body.split_at_checked(20).ok_or(Dropped::Length)?;
     let mut reader = Reader::new(header);
     let fields = (|| {
         let [version, _service] = reader.array()?;
@@ -198,18 +202,18 @@ fn ipv4(destination_mac: Mac, body: &[u8]) -> Result<Packet<'_>, Drop> {
         let _checksum = reader.u16()?;
         Some((version, total, fragment, protocol, reader.address()?, reader.address()?))
     })();
-    let (version, total, fragment, protocol, source, destination) = fields.ok_or(Drop::Length)?;
+    let (version, total, fragment, protocol, source, destination) = fields.ok_or(Dropped::Length)?;
     if version != 0x45 || Checksum::default().add(header).finish() != 0 {
-        return Err(Drop::Ipv4Header);
+        return Err(Dropped::Ipv4Header);
     }
-    let packet = body.get(..total).ok_or(Drop::Length)?;
-    let payload = packet.get(20..).ok_or(Drop::Length)?;
+    let packet = body.get(..total).ok_or(Dropped::Length)?;
+    let payload = packet.get(20..).ok_or(Dropped::Length)?;
     // All but "don't fragment": more fragments to come, an offset, the reserved bit.
     if fragment & 0x8000 != 0 {
-        return Err(Drop::Ipv4Header);
+        return Err(Dropped::Ipv4Header);
     }
     if fragment & 0x3fff != 0 {
-        return Err(Drop::Fragment);
+        return Err(Dropped::Fragment);
     }
     if protocol == protocol::UDP
         && let Some(packet) = dhcp(source, destination, payload)
@@ -217,19 +221,19 @@ fn ipv4(destination_mac: Mac, body: &[u8]) -> Result<Packet<'_>, Drop> {
         return packet;
     }
     if destination_mac != GATEWAY_MAC {
-        return Err(Drop::DestinationMac);
+        return Err(Dropped::DestinationMac);
     }
     if source != GUEST {
-        return Err(Drop::SourceAddress);
+        return Err(Dropped::SourceAddress);
     }
     if !may_be_asked_for(destination) {
-        return Err(Drop::DestinationAddress);
+        return Err(Dropped::DestinationAddress);
     }
     match protocol {
         protocol::TCP => tcp(packet, payload, destination),
         protocol::UDP => udp(packet, payload, destination),
         protocol::ICMP => echo(payload, destination),
-        _ => Err(Drop::Protocol),
+        _ => Err(Dropped::Protocol),
     }
 }
 
@@ -240,7 +244,7 @@ fn may_be_asked_for(address: Ipv4Addr) -> bool {
 }
 
 /// A client's message to any DHCP server (RFC 2131, 4.1), which is all that may come from or go to no address.
-fn dhcp(source: Ipv4Addr, destination: Ipv4Addr, payload: &[u8]) -> Option<Result<Packet<'_>, Drop>> {
+fn dhcp(source: Ipv4Addr, destination: Ipv4Addr, payload: &[u8]) -> Option<Result<Packet<'_>, Dropped>> {
     let (port, to, message) = match datagram(source, destination, payload) {
         Ok(parts) => parts,
         Err(drop) => return Some(Err(drop)),
@@ -251,34 +255,34 @@ fn dhcp(source: Ipv4Addr, destination: Ipv4Addr, payload: &[u8]) -> Option<Resul
     let addressed = destination == GATEWAY || destination.is_broadcast();
     let from = source == GUEST || source.is_unspecified();
     let fits = message.len() <= MAX_DHCP;
-    Some(if addressed && from && fits { Ok(Packet::Dhcp(message)) } else { Err(Drop::Transport) })
+    Some(if addressed && from && fits { Ok(Packet::Dhcp(message)) } else { Err(Dropped::Transport) })
 }
 
 /// RFC 768: ports and payload. The length is exact: nothing hides behind the datagram.
-fn datagram(source: Ipv4Addr, destination: Ipv4Addr, payload: &[u8]) -> Result<(u16, u16, &[u8]), Drop> {
+fn datagram(source: Ipv4Addr, destination: Ipv4Addr, payload: &[u8]) -> Result<(u16, u16, &[u8]), Dropped> {
     let mut reader = Reader::new(payload);
     let (Some(port), Some(to), Some(length), Some(checksum)) = (reader.u16(), reader.u16(), reader.u16(), reader.u16())
     else {
-        return Err(Drop::Transport);
+        return Err(Dropped::Transport);
     };
     let sum = || Checksum::pseudo(source, destination, protocol::UDP, payload.len()).add(payload).finish();
     if usize::from(length) != payload.len() || port == 0 || to == 0 || (checksum != 0 && sum() != 0) {
-        return Err(Drop::Transport);
+        return Err(Dropped::Transport);
     }
     Ok((port, to, reader.rest()))
 }
 
-fn udp<'f>(packet: &'f [u8], payload: &'f [u8], destination: Ipv4Addr) -> Result<Packet<'f>, Drop> {
+fn udp<'f>(packet: &'f [u8], payload: &'f [u8], destination: Ipv4Addr) -> Result<Packet<'f>, Dropped> {
     let (port, to, message) = datagram(GUEST, destination, payload)?;
     if to == 53 {
         return Ok(Packet::Dns { server: destination, port, message });
     }
-    let quote = packet.get(..28).ok_or(Drop::Length)?;
+    let quote = packet.get(..28).ok_or(Dropped::Length)?;
     Ok(Packet::Udp { destination: SocketAddrV4::new(destination, to), quote })
 }
 
 /// RFC 9293, 3.1. Options are the stack's to read; they lie inside of the header.
-fn tcp<'f>(packet: &'f [u8], payload: &'f [u8], destination: Ipv4Addr) -> Result<Packet<'f>, Drop> {
+fn tcp<'f>(packet: &'f [u8], payload: &'f [u8], destination: Ipv4Addr) -> Result<Packet<'f>, Dropped> {
     const FIN: u8 = 0x01;
     const SYN: u8 = 0x02;
     const RST: u8 = 0x04;
@@ -291,31 +295,31 @@ fn tcp<'f>(packet: &'f [u8], payload: &'f [u8], destination: Ipv4Addr) -> Result
         let _window_checksum_urgent: [u8; 6] = reader.array()?;
         Some((port, to, usize::from(offset >> 4).saturating_mul(4), flags))
     })();
-    let (port, to, header, flags) = fields.ok_or(Drop::Transport)?;
+    let (port, to, header, flags) = fields.ok_or(Dropped::Transport)?;
     if port == 0 || to == 0 || header < 20 || header > payload.len() {
-        return Err(Drop::Transport);
+        return Err(Dropped::Transport);
     }
     // No stack sends these; what they do to another's state is not worth finding out.
     if flags & SYN != 0 && flags & (FIN | RST) != 0 || flags & (SYN | RST | ACK) == 0 {
-        return Err(Drop::Transport);
+        return Err(Dropped::Transport);
     }
     if Checksum::pseudo(GUEST, destination, protocol::TCP, payload.len()).add(payload).finish() != 0 {
-        return Err(Drop::Transport);
+        return Err(Dropped::Transport);
     }
     let opens = flags & SYN != 0 && flags & ACK == 0;
     Ok(Packet::Tcp(Segment { packet, port, destination: SocketAddrV4::new(destination, to), opens }))
 }
 
 /// RFC 792: an echo request. What it carries goes nowhere but back.
-fn echo(payload: &[u8], destination: Ipv4Addr) -> Result<Packet<'_>, Drop> {
+fn echo(payload: &[u8], destination: Ipv4Addr) -> Result<Packet<'_>, Dropped> {
     let rest = match payload {
         [8, 0, _, _, rest @ ..] => rest,
-        _ => return Err(Drop::Icmp),
+        _ => return Err(Dropped::Icmp),
     };
     // The rest is an identifier and a sequence number, 4 bytes, and the body.
     let fits = (4..=MAX_ECHO.saturating_add(4)).contains(&rest.len());
     if destination != GATEWAY || !fits || Checksum::default().add(payload).finish() != 0 {
-        return Err(Drop::Icmp);
+        return Err(Dropped::Icmp);
     }
     Ok(Packet::Echo(rest))
 }

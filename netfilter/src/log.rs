@@ -7,7 +7,7 @@ use std::time::Duration;
 use netfilter_control::{Counters, Reason, Record};
 
 use crate::bucket::Bucket;
-use crate::gate::Drop;
+use crate::gate::Dropped;
 
 /// Records of one kind that are written one by one in a second. More are counted.
 const RECORDS_A_SECOND: u64 = 20;
@@ -25,7 +25,7 @@ pub struct Log {
     buckets: BTreeMap<&'static str, Bucket>,
     /// By kind and reason: both come from fixed lists, so a guest cannot make this grow.
     suppressed: BTreeMap<(&'static str, Option<Reason>), u64>,
-    dropped: BTreeMap<Drop, u64>,
+    dropped: BTreeMap<Dropped, u64>,
     next_summary: Duration,
 }
 
@@ -62,7 +62,7 @@ impl Log {
     }
 
     /// Counts a frame that nothing is there for.
-    pub fn dropped(&mut self, class: Drop) {
+    pub fn dropped(&mut self, class: Dropped) {
         increase(&mut self.counters.frames_dropped, 1);
         increase(self.dropped.entry(class).or_default(), 1);
     }

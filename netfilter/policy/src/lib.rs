@@ -19,6 +19,7 @@
 #![forbid(unsafe_code)]
 
 mod check;
+mod draft;
 mod error;
 mod explain;
 mod file;
@@ -31,6 +32,7 @@ use std::ops::Range;
 
 use netfilter_control::{Cidr, Decision, MAX_RULES, Policy, Rule, Target};
 
+pub use draft::draft;
 pub use error::{Details, PolicyError};
 pub use explain::{Explanation, explain};
 

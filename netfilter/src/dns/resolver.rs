@@ -21,6 +21,8 @@ const MAX_TTL: u32 = 60;
 const NEGATIVE: Duration = Duration::from_secs(5);
 /// How often each server is asked.
 const ROUNDS: usize = 2;
+/// Most datagrams that answer nothing before a question counts as failed.
+const MAX_STRAYS: u32 = 64;
 /// Most answers that are kept. There are never more names than this to ask for.
 const MAX_CACHE: usize = crate::names::MAX_NAMES;
 
@@ -53,6 +55,7 @@ struct Query {
     qtype: u16,
     id: u16,
     server: SocketAddr,
+    strays: u32,
     transport: Transport,
 }
 
@@ -68,7 +71,8 @@ enum Transport {
 }
 
 impl Resolver {
-    /// Takes another list of resolvers. Questions on their way are asked again.
+    /// Takes another list of resolvers. Answers of the old ones are forgotten; questions on their way may still be
+    /// answered by them.
     pub fn set_servers(&mut self, servers: Vec<SocketAddr>) {
         self.servers = servers;
         self.cache.clear();
@@ -123,7 +127,14 @@ impl Resolver {
                 });
                 match asked {
                     Ok(token) => {
-                        let query = Query { name: name.clone(), qtype, id, server: *server, transport: Transport::Udp };
+                        let query = Query {
+                            name: name.clone(),
+                            qtype,
+                            id,
+                            server: *server,
+                            strays: 0,
+                            transport: Transport::Udp,
+                        };
                         self.queries.insert(token, query);
                         sent = true;
                     }
@@ -150,9 +161,12 @@ impl Resolver {
                 match host.read(token, &mut buffer) {
                     Ok(count) => {
                         let message = buffer.get(..count).unwrap_or_default();
-                        // Not an answer to this question: it is passed over, whoever sent it.
-                        if let Some(reply) = read(message, query.id, &query.name, query.qtype) {
-                            break reply;
+                        // What is no answer to this question is passed over, whoever sent it, but not for ever.
+                        query.strays = query.strays.saturating_add(1);
+                        match read(message, query.id, &query.name, query.qtype) {
+                            Some(reply) => break reply,
+                            None if query.strays < MAX_STRAYS => {}
+                            None => break Reply::Failed,
                         }
                     }
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return None,

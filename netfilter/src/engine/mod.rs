@@ -19,7 +19,7 @@ use crate::dns::responder;
 use crate::dns::talk::{Answers, Talk};
 use crate::flow::joined::{About, World};
 use crate::flow::{Flow, State, Tuple};
-use crate::gate::{self, Drop, Packet, Segment};
+use crate::gate::{self, Dropped, Packet, Segment};
 use crate::host::{Host, Token};
 use crate::log::{Log, increase};
 use crate::names::Names;
@@ -124,30 +124,32 @@ impl Engine {
     pub fn frame(&mut self, frame: &[u8], host: &mut dyn Host, now: Duration) {
         increase(&mut self.log.counters.frames_in, 1);
         if !self.buckets.frames.take(now) {
-            return self.log.dropped(Drop::Rate);
+            return self.log.dropped(Dropped::Rate);
         }
         let packet = match gate::check(frame) {
             Ok(packet) => packet,
             Err(class) => return self.log.dropped(class),
         };
         let buckets = &mut self.buckets;
-        let reply = match packet {
+        let (within, reply): (bool, Option<Vec<u8>>) = match packet {
             Packet::Tcp(segment) => return self.segment(segment, host, now),
-            Packet::Arp { sender } => buckets.arp.take(now).then(|| local::arp_reply(sender)),
-            Packet::Dhcp(message) => buckets.dhcp.take(now).then(|| local::dhcp_reply(message)).flatten(),
-            Packet::Echo(rest) => buckets.echo.take(now).then(|| local::echo_reply(rest)),
+            Packet::Arp { sender } => (buckets.arp.take(now), Some(local::arp_reply(sender))),
+            Packet::Dhcp(message) => (buckets.dhcp.take(now), local::dhcp_reply(message)),
+            Packet::Echo(rest) => (buckets.echo.take(now), Some(local::echo_reply(rest))),
             Packet::Udp { destination, quote } => {
-                buckets.unreachable.take(now).then(|| local::port_unreachable(*destination.ip(), quote))
+                (buckets.unreachable.take(now), Some(local::port_unreachable(*destination.ip(), quote)))
             }
-            Packet::Dns { server, port, message } if buckets.questions.take(now) => {
-                responder::answer(message, &self.policy, &mut self.names, &mut self.log, now)
-                    .map(|reply| wire::udp(server, 53, port, &reply))
+            // A question over the limit costs neither an answer nor a name.
+            Packet::Dns { .. } if !buckets.questions.take(now) => (false, None),
+            Packet::Dns { server, port, message } => {
+                let reply = responder::answer(message, &self.policy, &mut self.names, &mut self.log, now);
+                (true, reply.map(|reply| wire::udp(server, 53, port, &reply)))
             }
-            Packet::Dns { .. } => None,
         };
         match reply {
-            Some(reply) if self.stack.has_room() => self.stack.push(reply),
-            _ => self.log.dropped(Drop::Rate),
+            _ if !within || !self.stack.has_room() => self.log.dropped(Dropped::Rate),
+            Some(reply) => self.stack.push(reply),
+            None => self.log.dropped(Dropped::Unanswerable),
         }
     }
 

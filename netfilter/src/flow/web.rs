@@ -11,8 +11,15 @@ use crate::http::{Connection, Course, Happening, MAX_WAITING};
 impl Joined {
     pub(super) fn web(&mut self, about: About<'_>, world: &mut World<'_>) -> Result<(), End> {
         let Mode::Web(mut connection) = std::mem::replace(&mut self.mode, Mode::Pipe) else { return Ok(()) };
-        let moved =
-            self.web_up(&mut connection, about, world).and_then(|()| self.web_down(&mut connection, about, world));
+        let moved = loop {
+            let moved =
+                self.web_up(&mut connection, about, world).and_then(|()| self.web_down(&mut connection, about, world));
+            // When an answer is through, the next request may be waiting already.
+            let waiting = connection.is_idle() && world.stack.socket(self.handle).can_recv();
+            if moved.is_err() || !waiting || connection.course() != Course::Open {
+                break moved;
+            }
+        };
         let refused = record(&mut connection, about, world);
         moved?;
         self.pace.head = connection.in_head().then(|| self.pace.head.unwrap_or(world.now));

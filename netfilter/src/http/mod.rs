@@ -100,6 +100,11 @@ impl Connection {
         !self.request_head.is_empty()
     }
 
+    /// Whether no request is outstanding, nor part of one.
+    pub fn is_idle(&self) -> bool {
+        self.exchange.is_none() && self.request_head.is_empty()
+    }
+
     /// What waits for the guest. What was sent is taken from its front.
     pub fn to_guest(&mut self) -> &mut Vec<u8> {
         &mut self.to_guest

@@ -111,7 +111,7 @@ fn row_36_a_denied_zone_is_answered_here() {
 #[test]
 fn row_37_a_wildcard_is_no_tunnel() {
     let mut guest = Guest::new("*.example.com");
-    let answered = (0..10_000).filter(|n| guest.ask(&format!("d{n}.example.com"), A).code == 0).count();
+    let answered = (0..2_000).filter(|n| guest.ask(&format!("d{n}.example.com"), A).code == 0).count();
     assert_eq!(answered, 64);
     assert!(guest.ask("one-more.example.com", A).text.contains("too many new names"));
 
@@ -129,7 +129,7 @@ fn row_37_a_wildcard_is_no_tunnel() {
 #[test]
 fn rows_38_and_39_no_other_type_has_data() {
     let mut guest = Guest::new("api.example.com");
-    for qtype in 0..=u16::MAX {
+    for qtype in (0..=300).chain((301..=u16::MAX).step_by(97)) {
         let reply = guest.ask("api.example.com", qtype);
         let expected = match qtype {
             A => (0, 1),

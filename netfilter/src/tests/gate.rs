@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use proptest::prelude::*;
 
 use super::frames::{self, ACK, FIN, RST, SYN, Tcp};
-use crate::gate::{Drop, Packet, check};
+use crate::gate::{Dropped, Packet, check};
 use crate::plan::{GATEWAY, GUEST, MAX_FRAME, MTU};
 
 const SOMEWHERE: Ipv4Addr = Ipv4Addr::new(198, 18, 1, 1);
@@ -35,7 +35,7 @@ fn row_1_odd_ethertypes_have_no_code() {
         let checked = check(&frame);
         match ethertype {
             0x0800 => assert!(checked.is_ok()),
-            0x0806 => assert_eq!(checked, Err(Drop::Arp)),
+            0x0806 => assert_eq!(checked, Err(Dropped::Arp)),
             _ => assert!(checked.is_err(), "{ethertype:#x}"),
         }
     }
@@ -48,14 +48,14 @@ fn row_2_vlan_tags_are_never_stripped() {
         let mut tagged = frame[..12].to_vec();
         tagged.extend_from_slice(tags);
         tagged.extend_from_slice(&frame[12..]);
-        assert_eq!(check(&tagged), Err(Drop::Vlan));
+        assert_eq!(check(&tagged), Err(Dropped::Vlan));
     }
 }
 
 #[test]
 fn row_3_length_fields_are_no_types() {
     for length in [0, 46, 0x05ff] {
-        assert_eq!(check(&frames::ethernet(length, &syn()[14..])), Err(Drop::Llc));
+        assert_eq!(check(&frames::ethernet(length, &syn()[14..])), Err(Dropped::Llc));
     }
 }
 
@@ -67,7 +67,7 @@ fn row_4_lengths_must_agree() {
     }
     let mut long = syn();
     long.resize(MAX_FRAME + 1, 0);
-    assert_eq!(check(&long), Err(Drop::Length));
+    assert_eq!(check(&long), Err(Dropped::Length));
 
     // Padding is cut off: what follows the packet reaches nobody.
     let mut padded = syn();
@@ -84,13 +84,13 @@ fn row_4_lengths_must_agree() {
         let mut lies = frames::udp((GATEWAY, 53), b"question");
         lies[38..40].copy_from_slice(&length.to_be_bytes());
         lies[40..42].fill(0);
-        assert_eq!(check(&lies), Err(Drop::Transport), "UDP length {length}");
+        assert_eq!(check(&lies), Err(Dropped::Transport), "UDP length {length}");
     }
     for offset in [0u8, 4, 6, 15] {
         let mut segment = Tcp::syn((SOMEWHERE, 443)).segment();
         segment[12] = offset << 4;
         frames::fix_tcp(&mut segment, SOMEWHERE);
-        assert_eq!(check(&frames::ip(SOMEWHERE, 6, &segment)), Err(Drop::Transport), "data offset {offset}");
+        assert_eq!(check(&frames::ip(SOMEWHERE, 6, &segment)), Err(Dropped::Transport), "data offset {offset}");
     }
 }
 
@@ -98,28 +98,28 @@ fn row_4_lengths_must_agree() {
 fn row_6_another_source_mac_is_dropped() {
     let mut frame = syn();
     frame[11] ^= 1;
-    assert_eq!(check(&frame), Err(Drop::SourceMac));
+    assert_eq!(check(&frame), Err(Dropped::SourceMac));
     for destination in [[0x33, 0x33, 0, 0, 0, 1], [0x01, 0, 0x5e, 0, 0, 0xfb], [2, 2, 2, 2, 2, 2]] {
         let mut frame = syn();
         frame[..6].copy_from_slice(&destination);
-        assert_eq!(check(&frame), Err(Drop::DestinationMac));
+        assert_eq!(check(&frame), Err(Dropped::DestinationMac));
     }
     let mut broadcast = syn();
     broadcast[..6].fill(0xff);
-    assert_eq!(check(&broadcast), Err(Drop::DestinationMac));
+    assert_eq!(check(&broadcast), Err(Dropped::DestinationMac));
 }
 
 #[test]
 fn row_7_arp_is_answered_for_the_gateway_alone() {
     for target in [GUEST, SOMEWHERE, Ipv4Addr::new(198, 18, 0, 3), Ipv4Addr::UNSPECIFIED] {
-        assert_eq!(check(&frames::arp_request(GUEST, target)), Err(Drop::Arp), "{target}");
+        assert_eq!(check(&frames::arp_request(GUEST, target)), Err(Dropped::Arp), "{target}");
     }
-    assert_eq!(check(&frames::arp_request(GATEWAY, GATEWAY)), Err(Drop::Arp), "claims the gateway's address");
+    assert_eq!(check(&frames::arp_request(GATEWAY, GATEWAY)), Err(Dropped::Arp), "claims the gateway's address");
     let honest = frames::arp_request(GUEST, GATEWAY);
     for (at, value) in [(15, 2), (17, 1), (18, 5), (19, 5), (21, 2), (21, 3), (27, 9)] {
         let mut frame = honest.clone();
         frame[at] = value;
-        assert_eq!(check(&frame), Err(Drop::Arp), "byte {at}");
+        assert_eq!(check(&frame), Err(Dropped::Arp), "byte {at}");
     }
 }
 
@@ -127,11 +127,11 @@ fn row_7_arp_is_answered_for_the_gateway_alone() {
 fn row_9_ipv6_is_dropped() {
     let mut body = vec![0x60, 0, 0, 0, 0, 8, 58, 255];
     body.resize(48, 0xfe);
-    assert_eq!(check(&frames::ethernet(0x86dd, &body)), Err(Drop::Ipv6));
+    assert_eq!(check(&frames::ethernet(0x86dd, &body)), Err(Dropped::Ipv6));
     let mut in_ipv4 = syn();
     in_ipv4[14] = 0x65;
     frames::fix_ip(&mut in_ipv4[14..]);
-    assert_eq!(check(&in_ipv4), Err(Drop::Ipv4Header));
+    assert_eq!(check(&in_ipv4), Err(Dropped::Ipv4Header));
 }
 
 #[test]
@@ -143,12 +143,12 @@ fn row_10_fragments_are_dropped() {
             let mut frame = packet.clone();
             frame[20..22].copy_from_slice(&fragment.to_be_bytes());
             frames::fix_ip(&mut frame[14..]);
-            assert_eq!(check(&frame), Err(Drop::Fragment), "{fragment:#x}");
+            assert_eq!(check(&frame), Err(Dropped::Fragment), "{fragment:#x}");
         }
         let mut reserved = packet.clone();
         reserved[20] |= 0x80;
         frames::fix_ip(&mut reserved[14..]);
-        assert_eq!(check(&reserved), Err(Drop::Ipv4Header));
+        assert_eq!(check(&reserved), Err(Dropped::Ipv4Header));
     }
 }
 
@@ -162,11 +162,11 @@ fn row_11_ip_options_are_dropped() {
         packet[0] = 0x46;
         packet[3] += 4;
         frames::fix_ip(&mut packet);
-        assert_eq!(check(&frames::ethernet(0x0800, &packet)), Err(Drop::Ipv4Header));
+        assert_eq!(check(&frames::ethernet(0x0800, &packet)), Err(Dropped::Ipv4Header));
     }
     let mut wrong_sum = syn();
     wrong_sum[24] ^= 1;
-    assert_eq!(check(&wrong_sum), Err(Drop::Ipv4Header));
+    assert_eq!(check(&wrong_sum), Err(Dropped::Ipv4Header));
 }
 
 #[test]
@@ -183,13 +183,13 @@ fn row_13_special_destinations_are_dropped_silently() {
         "198.18.0.2",
     ] {
         let to: Ipv4Addr = text.parse().unwrap();
-        assert_eq!(check(&Tcp::syn((to, 443)).frame()), Err(Drop::DestinationAddress), "{text}");
-        assert_eq!(check(&frames::udp((to, 53), b"x")), Err(Drop::DestinationAddress), "{text}");
+        assert_eq!(check(&Tcp::syn((to, 443)).frame()), Err(Dropped::DestinationAddress), "{text}");
+        assert_eq!(check(&frames::udp((to, 53), b"x")), Err(Dropped::DestinationAddress), "{text}");
     }
     for text in ["0.0.0.0", "127.0.0.1", "198.18.0.1", "198.18.0.3", "10.0.0.1", "224.0.0.1"] {
         let segment = Tcp::syn((SOMEWHERE, 443)).segment();
         let frame = frames::ip_from(text.parse().unwrap(), SOMEWHERE, 6, &segment);
-        assert_eq!(check(&frame), Err(Drop::SourceAddress), "from {text}");
+        assert_eq!(check(&frame), Err(Dropped::SourceAddress), "from {text}");
     }
 }
 
@@ -201,7 +201,7 @@ fn row_14_other_protocols_are_dropped() {
         let checked = check(&frame);
         assert_eq!(checked.is_ok(), protocol == 6, "protocol {protocol}");
         if ![1, 6, 17].contains(&protocol) {
-            assert_eq!(checked, Err(Drop::Protocol), "protocol {protocol}");
+            assert_eq!(checked, Err(Dropped::Protocol), "protocol {protocol}");
         }
     }
 }
@@ -209,15 +209,15 @@ fn row_14_other_protocols_are_dropped() {
 #[test]
 fn row_15_icmp_is_a_short_echo_to_the_gateway() {
     assert!(check(&frames::echo(GATEWAY, 64)).is_ok());
-    assert_eq!(check(&frames::echo(GATEWAY, 65)), Err(Drop::Icmp));
-    assert_eq!(check(&frames::echo(SOMEWHERE, 8)), Err(Drop::Icmp));
-    assert_eq!(check(&frames::echo(Ipv4Addr::new(8, 8, 8, 8), 1400)), Err(Drop::Icmp));
+    assert_eq!(check(&frames::echo(GATEWAY, 65)), Err(Dropped::Icmp));
+    assert_eq!(check(&frames::echo(SOMEWHERE, 8)), Err(Dropped::Icmp));
+    assert_eq!(check(&frames::echo(Ipv4Addr::new(8, 8, 8, 8), 1400)), Err(Dropped::Icmp));
     for kind in (0..=255).filter(|kind| *kind != 8) {
         let mut frame = frames::echo(GATEWAY, 8);
         frame[34] = kind;
         let sum = u16::from_be_bytes([frame[36], frame[37]]).wrapping_sub(u16::from(kind) << 8).wrapping_add(8 << 8);
         frame[36..38].copy_from_slice(&sum.to_be_bytes());
-        assert_eq!(check(&frame), Err(Drop::Icmp), "type {kind}");
+        assert_eq!(check(&frame), Err(Dropped::Icmp), "type {kind}");
     }
 }
 
@@ -226,8 +226,8 @@ fn row_17_multicast_names_are_dropped() {
     for (group, port) in [([224, 0, 0, 251], 5353), ([239, 255, 255, 250], 1900), ([224, 0, 0, 252], 5355)] {
         let mut frame = frames::udp((group.into(), port), b"who");
         frame[..6].copy_from_slice(&[1, 0, 0x5e, group[1] & 0x7f, group[2], group[3]]);
-        assert_eq!(check(&frame), Err(Drop::DestinationMac));
-        assert_eq!(check(&frames::udp((group.into(), port), b"who")), Err(Drop::DestinationAddress));
+        assert_eq!(check(&frame), Err(Dropped::DestinationMac));
+        assert_eq!(check(&frames::udp((group.into(), port), b"who")), Err(Dropped::DestinationAddress));
     }
     let igmp = frames::ip([224, 0, 0, 22].into(), 2, &[0x22, 0, 0, 0, 0, 0, 0, 1]);
     assert!(check(&igmp).is_err());
@@ -242,10 +242,10 @@ fn row_18_other_udp_is_never_delivered() {
         let frame = frames::udp((SOMEWHERE, port), b"data");
         assert!(matches!(check(&frame), Ok(Packet::Udp { quote, .. }) if quote.len() == 28), "port {port}");
     }
-    assert_eq!(check(&frames::udp((SOMEWHERE, 0), b"data")), Err(Drop::Transport));
+    assert_eq!(check(&frames::udp((SOMEWHERE, 0), b"data")), Err(Dropped::Transport));
     let mut broken = frames::udp((SOMEWHERE, 53), b"data");
     broken[42] ^= 1;
-    assert_eq!(check(&broken), Err(Drop::Transport), "a wrong checksum");
+    assert_eq!(check(&broken), Err(Dropped::Transport), "a wrong checksum");
 }
 
 #[test]
@@ -257,18 +257,18 @@ fn row_25_segments_that_no_stack_sends_are_dropped() {
         assert_eq!(checked.is_err(), odd, "flags {flags:#x}");
     }
     for (port, to) in [(0, 443), (50_000, 0)] {
-        assert_eq!(check(&Tcp { port, ..Tcp::syn((SOMEWHERE, to)) }.frame()), Err(Drop::Transport));
+        assert_eq!(check(&Tcp { port, ..Tcp::syn((SOMEWHERE, to)) }.frame()), Err(Dropped::Transport));
     }
     let mut broken = syn();
     let last = broken.len() - 1;
     broken[last] ^= 1;
-    assert_eq!(check(&broken), Err(Drop::Transport), "a wrong checksum");
+    assert_eq!(check(&broken), Err(Dropped::Transport), "a wrong checksum");
 }
 
 #[test]
 fn every_class_of_drop_has_a_word_of_its_own() {
-    let words: BTreeMap<&str, Drop> = Drop::ALL.iter().map(|drop| (drop.word(), *drop)).collect();
-    assert_eq!(words.len(), Drop::ALL.len());
+    let words: BTreeMap<&str, Dropped> = Dropped::ALL.iter().map(|drop| (drop.word(), *drop)).collect();
+    assert_eq!(words.len(), Dropped::ALL.len());
 }
 
 proptest! {

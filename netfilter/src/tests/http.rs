@@ -422,6 +422,21 @@ fn a_flow_of_requests_and_answers() {
 }
 
 #[test]
+fn requests_that_come_early_wait_for_their_turn() {
+    let mut net = Net::new(WEB);
+    let flow = net.dial("web.example.com", 80);
+    let requests: String = (0..5).map(|n| head("").replace("GET /", &format!("GET /{n}"))).collect();
+    net.write(flow, requests.as_bytes());
+    for n in 0..5 {
+        let received = String::from_utf8(net.received()).unwrap();
+        assert_eq!(received.matches("GET ").count(), n + 1, "one at a time");
+        assert!(received.contains(&format!("GET /{n} ")));
+        net.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n");
+    }
+    assert_eq!(net.read(flow), b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".repeat(5));
+}
+
+#[test]
 fn large_bodies_pass_both_ways() {
     let mut net = Net::new(WEB);
     let flow = net.dial("web.example.com", 80);
