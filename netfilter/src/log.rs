@@ -101,7 +101,8 @@ impl Log {
 
     /// When [`Self::summarise`] has something to do.
     pub fn due(&self) -> Option<Duration> {
-        (!self.suppressed.is_empty() || !self.dropped.is_empty()).then_some(self.next_summary)
+        let some = !self.suppressed.is_empty() || !self.dropped.is_empty();
+        (some && self.waiting.len() < MAX_WAITING).then_some(self.next_summary)
     }
 
     /// The oldest record that waits. It stays until [`Self::sent`].

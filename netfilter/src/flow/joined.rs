@@ -41,6 +41,8 @@ pub struct Joined {
     pub(super) mode: Mode,
     pub(super) readable: bool,
     pub(super) writable: bool,
+    /// The other side takes no more, though it may still say something. What the guest says goes nowhere.
+    pub(super) deaf: bool,
     /// The guest has said all it had to say, and the other side knows.
     pub(super) guest_done: bool,
     /// The other side has said all it had to say.
@@ -151,6 +153,7 @@ impl Joined {
             mode,
             readable: true,
             writable: true,
+            deaf: false,
             guest_done: false,
             upstream_done: false,
             early,

@@ -68,7 +68,7 @@ impl Joined {
 
     /// From the guest.
     pub(super) fn pipe_up(&mut self, about: About<'_>, world: &mut World<'_>) -> Result<(), End> {
-        while self.writable && world.stack.socket(self.handle).can_recv() {
+        while self.writable && !self.deaf && world.stack.socket(self.handle).can_recv() {
             let allowance = self.allowance(about.rule.terms.max_up, self.up, false, world.now)?;
             if allowance == 0 {
                 break;
@@ -84,9 +84,17 @@ impl Joined {
             match written {
                 Ok(Ok(count)) => self.moved(count, false, world.now),
                 Ok(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => self.writable = false,
-                Ok(Err(_)) => return Err(End::by(Cause::UpstreamReset)),
+                // It has closed its end, perhaps after an answer that is still to be read.
+                Ok(Err(_)) => {
+                    self.deaf = true;
+                    self.readable = true;
+                    break;
+                }
                 Err(_) => break,
             }
+        }
+        if self.deaf {
+            let _ = world.stack.socket(self.handle).recv(|bytes| (bytes.len(), ()));
         }
         let socket = world.stack.socket(self.handle);
         if !socket.can_recv() {
@@ -111,7 +119,7 @@ impl Joined {
             }
         }
         while self.readable && !self.upstream_done && world.stack.socket(self.handle).can_send() {
-            let allowance = self.allowance(about.rule.terms.max_down, self.down, true, world.now)?;
+            let Some(allowance) = self.room_down(about, world)? else { continue };
             if allowance == 0 {
                 break;
             }
@@ -124,18 +132,37 @@ impl Joined {
                 }
             });
             match read {
-                Ok(Ok(0)) => {
-                    self.upstream_done = true;
-                    self.pace.last = world.now;
-                    world.stack.socket(self.handle).close();
-                }
+                Ok(Ok(0)) => self.upstream_ended(world.now),
                 Ok(Ok(count)) => self.moved(count, true, world.now),
                 Ok(Err(error)) if error.kind() == io::ErrorKind::WouldBlock => self.readable = false,
                 Ok(Err(_)) => return Err(End::by(Cause::UpstreamReset)),
                 Err(_) => break,
             }
         }
+        if self.upstream_done {
+            world.stack.socket(self.handle).close();
+        }
         Ok(())
+    }
+
+    /// How many bytes may be read now. At the rule's total it is looked whether there are more: if there are, that is one
+    /// too many, and if not, all is well. `None` if it was found that there will be none, or are none yet.
+    pub(super) fn room_down(&mut self, about: About<'_>, world: &mut World<'_>) -> Result<Option<usize>, End> {
+        let term = match self.allowance(about.rule.terms.max_down, self.down, true, world.now) {
+            Ok(allowance) => return Ok(Some(allowance)),
+            Err(term) => term,
+        };
+        match world.host.read(self.upstream, &mut [0]) {
+            Ok(0) => self.upstream_ended(world.now),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.readable = false,
+            Ok(_) | Err(_) => return Err(term),
+        }
+        Ok(None)
+    }
+
+    pub(super) fn upstream_ended(&mut self, now: Duration) {
+        self.upstream_done = true;
+        self.pace.last = now;
     }
 
     /// Counts bytes that moved.

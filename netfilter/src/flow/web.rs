@@ -51,7 +51,10 @@ impl Joined {
 
     fn web_up(&mut self, connection: &mut Connection, about: About<'_>, world: &mut World<'_>) -> Result<(), End> {
         loop {
-            let allowance = self.allowance(about.rule.terms.max_up, self.up, false, world.now)?;
+            let allowance = match world.stack.socket(self.handle).can_recv() {
+                true => self.allowance(about.rule.terms.max_up, self.up, false, world.now)?,
+                false => 0,
+            };
             let taken = world.stack.socket(self.handle).recv(|bytes| {
                 let taken = connection.from_guest(bytes.get(..bytes.len().min(allowance)).unwrap_or_default());
                 (taken, taken)
@@ -107,7 +110,12 @@ impl Joined {
             if !self.readable || self.upstream_done {
                 return Ok(());
             }
-            let allowance = self.allowance(about.rule.terms.max_down, self.down, true, world.now)?;
+            let Some(allowance) = self.room_down(about, world)? else {
+                if self.upstream_done {
+                    connection.upstream_ended();
+                }
+                continue;
+            };
             if allowance == 0 {
                 return Ok(());
             }
@@ -115,7 +123,7 @@ impl Joined {
             let room = world.scratch.get_mut(..most).unwrap_or_default();
             match world.host.read(self.upstream, room) {
                 Ok(0) => {
-                    self.upstream_done = true;
+                    self.upstream_ended(world.now);
                     connection.upstream_ended();
                 }
                 Ok(count) => {

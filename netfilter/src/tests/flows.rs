@@ -485,6 +485,21 @@ fn resets_reach_the_other_side() {
     assert_eq!(cause(&mut net), Some(Cause::UpstreamReset));
 }
 
+/// A server may answer and close without reading all: the answer is worth having.
+#[test]
+fn an_answer_is_read_after_the_other_side_stopped_reading() {
+    let mut net = Net::new(RAW);
+    let flow = net.dial("raw.example.com", 7000);
+    net.peer().1.stopped = true;
+    net.peer().1.unread.extend(b"no, thank you");
+    net.peer().1.ended = true;
+    net.write(flow, &[7; 100_000]);
+    assert_eq!(net.read(flow), b"no, thank you");
+    assert_eq!(net.state(flow), State::CloseWait);
+    net.end(flow);
+    assert_eq!(cause(&mut net), Some(Cause::Finished));
+}
+
 #[test]
 fn a_large_transfer_arrives_as_it_was_sent() {
     let mut net = Net::new(RAW);
@@ -652,6 +667,16 @@ fn terms_end_a_flow() {
     net.answer(&[7; 1500]);
     assert!(net.read(flow).len() <= 1000);
     assert_eq!(cause(&mut net), Some(Cause::Term));
+
+    let mut net = with(&|terms| terms.max_down = Some(1000));
+    let flow = net.dial("raw.example.com", 7000);
+    net.answer(&[7; 1000]);
+    net.pass(Duration::from_secs(1));
+    net.hang_up();
+    assert_eq!(net.read(flow).len(), 1000, "all that is allowed, and no more came");
+    net.end(flow);
+    net.pass(Duration::from_secs(1));
+    assert_eq!(cause(&mut net), Some(Cause::Finished));
 
     let mut net = with(&|terms| terms.max_duration = Some(30));
     let flow = net.dial("raw.example.com", 7000);

@@ -34,6 +34,8 @@ pub(super) struct Peer {
     pub(super) closed: Option<bool>,
     /// The other side has reset it.
     pub(super) reset: bool,
+    /// The other side reads no more: writing fails.
+    pub(super) stopped: bool,
     /// How many more bytes it takes.
     pub(super) room: Option<usize>,
     connected: Option<Result<(), io::ErrorKind>>,
@@ -173,6 +175,9 @@ impl Host for World {
         let peer = self.peer(token)?;
         if peer.reset {
             return Err(io::ErrorKind::ConnectionReset.into());
+        }
+        if peer.stopped {
+            return Err(io::ErrorKind::BrokenPipe.into());
         }
         assert!(!peer.finished && !bytes.is_empty(), "nothing is written after the end");
         let count = bytes.len().min(peer.room.unwrap_or(usize::MAX));
