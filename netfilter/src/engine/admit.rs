@@ -47,8 +47,9 @@ impl Engine {
             Ok(rule) => rule,
             Err((reason, rule)) => return self.refuse(segment, &dialled, rule, (reason, String::new()), now),
         };
+        let proxied = self.proxy.is_some();
         let checked = self.within_limits(now).and_then(|()| match dialled {
-            Dialled::Address(address) => reachable(address, &rule, host),
+            Dialled::Address(address) => reachable(address, &rule, host, proxied),
             Dialled::Name(_) => Ok(()),
         });
         if let Err(refusal) = checked {
@@ -276,7 +277,7 @@ pub(super) fn hint(dialled: &Dialled, port: u16, reason: Reason) -> String {
 }
 
 /// Whether a `cidr:` rule may reach an address of its block.
-fn reachable(address: Ipv4Addr, rule: &Rule, host: &mut dyn Host) -> Result<(), Refusal> {
+fn reachable(address: Ipv4Addr, rule: &Rule, host: &mut dyn Host, proxied: bool) -> Result<(), Refusal> {
     let Target::Block(block) = &rule.target else {
         return Err((Reason::UnknownAddress, String::new()));
     };
@@ -284,7 +285,8 @@ fn reachable(address: Ipv4Addr, rule: &Rule, host: &mut dyn Host) -> Result<(), 
         return Err((Reason::UnknownAddress, String::new()));
     }
     judge(classify::classify_for_block(block, address.into()), address.into())?;
-    own(address.into(), host)
+    // Through a proxy it is not this host that dials.
+    if proxied { Ok(()) } else { own(address.into(), host) }
 }
 
 /// Whether an address that a name resolved to may be dialled.

@@ -40,8 +40,9 @@ impl Engine {
         let has_wildcard =
             |text: &str| self.policy.rules.iter().any(|rule| rule.text == text && rule.target.is_wildcard());
         self.names.keep_wildcards(has_wildcard);
-        let revoked: Vec<u64> =
-            self.flows.iter().filter(|(_, flow)| !flow.is_allowed_by(&self.policy)).map(|(id, _)| *id).collect();
+        let (policy, proxied) = (&self.policy, self.proxy.is_some());
+        let gone = self.flows.iter().filter(|(_, flow)| !flow.is_allowed_by(policy, proxied));
+        let revoked: Vec<u64> = gone.map(|(id, _)| *id).collect();
         for id in &revoked {
             self.revoke(*id, host, now);
         }

@@ -94,12 +94,16 @@ impl Flow {
         }
     }
 
-    /// Whether a policy allows it as it is. The rule may be another one, if it asks for the same.
-    pub fn is_allowed_by(&self, policy: &Policy) -> bool {
+    /// Whether a policy allows it as it is. The rule may be another one, if it asks for the same. Through a proxy the
+    /// address that was dialled says nothing.
+    pub fn is_allowed_by(&self, policy: &Policy, proxied: bool) -> bool {
         let netfilter_control::Decision::Allow(rule) = policy.decide(self.dialled.subject(), self.port()) else {
             return false;
         };
-        let denied = self.peer().is_some_and(|peer| policy.denied_address(peer.ip(), self.port()).is_some());
+        let denied = self
+            .peer()
+            .filter(|_| !proxied)
+            .is_some_and(|peer| policy.denied_address(peer.ip(), self.port()).is_some());
         !denied && rule.protocol == self.rule.protocol && rule.terms == self.rule.terms
     }
 }

@@ -12,11 +12,12 @@ impl Joined {
     pub(super) fn web(&mut self, about: About<'_>, world: &mut World<'_>) -> Result<(), End> {
         let Mode::Web(mut connection) = std::mem::replace(&mut self.mode, Mode::Pipe) else { return Ok(()) };
         let moved = loop {
+            let before = self.up;
             let moved =
                 self.web_up(&mut connection, about, world).and_then(|()| self.web_down(&mut connection, about, world));
             // When an answer is through, the next request may be waiting already.
             let waiting = connection.is_idle() && world.stack.socket(self.handle).can_recv();
-            if moved.is_err() || !waiting || connection.course() != Course::Open {
+            if moved.is_err() || !waiting || self.up == before || connection.course() != Course::Open {
                 break moved;
             }
         };

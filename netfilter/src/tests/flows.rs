@@ -650,6 +650,22 @@ fn row_106_a_flood_of_frames_is_dropped_and_counted() {
 }
 
 #[test]
+fn row_106_a_guest_that_sends_and_takes_nothing_makes_nothing_grow() {
+    let mut net = Net::new("");
+    for n in 0..20_000u32 {
+        let syn = Tcp { seq: n, ..Tcp::syn((Ipv4Addr::new(203, 0, 113, 66), 443)) };
+        net.engine.frame(&syn.frame(), &mut net.world, net.now);
+        net.engine.run(&mut net.world, net.now);
+    }
+    let mut waiting = 0;
+    while net.engine.front().is_some() {
+        net.engine.sent();
+        waiting += 1;
+    }
+    assert!((64..=128).contains(&waiting), "{waiting} frames wait");
+}
+
+#[test]
 fn terms_end_a_flow() {
     let with = |change: &dyn Fn(&mut netfilter_control::Terms)| {
         let mut policy = super::net::policy(RAW);
@@ -716,6 +732,10 @@ fn a_proxy_carries_every_flow_or_none() {
     net.answer(b"HTTP/1.1 403 Forbidden\r\n\r\n");
     assert_eq!(net.state(by_address), State::Closed);
     assert_eq!(net.refusal(), Some(Reason::ProxyRefused));
+    // What the proxy's own address is to the policy and to this host does not matter.
+    net.world.routes.insert(ORIGIN.into(), Route::Nowhere);
+    net.set_policy(&format!("{RAW},cidr:93.184.216.0/24:7000+raw,!cidr:10.0.0.0/8"));
+    assert_eq!(net.state(flow), State::Established);
     let silent = net.begin(ORIGIN, 7000);
     net.pass(Duration::from_secs(11));
     assert_eq!(net.state(silent), State::Closed);

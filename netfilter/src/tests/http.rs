@@ -437,6 +437,20 @@ fn requests_that_come_early_wait_for_their_turn() {
 }
 
 #[test]
+fn a_rate_slows_requests_down() {
+    let mut policy = policy(WEB);
+    policy.rules[0].terms.rate = Some(100);
+    let mut net = Net::with_policy(policy);
+    let flow = net.dial("web.example.com", 80);
+    let began = net.now;
+    net.write(flow, head(&format!("X-Long: {}\r\n", "a".repeat(400))).as_bytes());
+    while net.received().is_empty() {
+        net.pass(Duration::from_millis(100));
+    }
+    assert!(net.now - began > Duration::from_secs(3));
+}
+
+#[test]
 fn large_bodies_pass_both_ways() {
     let mut net = Net::new(WEB);
     let flow = net.dial("web.example.com", 80);
