@@ -20,6 +20,7 @@ use crate::virtio::mmio::{Transport, Written};
 const CONTROL: u64 = u64::MAX;
 const MAILBOX: u64 = u64::MAX - 1;
 const SOCKETS: u64 = u64::MAX - 2;
+const FRAMES: u64 = u64::MAX - 3;
 
 /// A machine whose vCPUs run.
 #[derive(Debug)]
@@ -42,6 +43,8 @@ struct Running {
     kicks: Vec<(usize, EventFd)>,
     console: Option<Console>,
     vcpus: Vec<Handle>,
+    /// The device index of the network interface.
+    net: Option<usize>,
 }
 
 impl EventLoop {
@@ -60,6 +63,7 @@ impl EventLoop {
             kicks: machine.kicks,
             console: machine.console,
             vcpus,
+            net: machine.net,
         };
         let (marks, resetting) = (Vec::new(), Vec::new());
         Ok(Self { control, machine, marks, resetting, console_dropped: 0 })
@@ -78,6 +82,11 @@ impl EventLoop {
         if let Some(Device::Vsock(device)) = self.device(VSOCK) {
             epoll::add(&poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), epoll::EventFlags::empty())?;
         }
+        let net = self.machine.net;
+        if let Some(Device::Net(device)) = net.and_then(|net| self.device(net)) {
+            let changes = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
+            epoll::add(&poll, device.socket(), epoll::EventData::new_u64(FRAMES), changes)?;
+        }
         let mut events = Vec::with_capacity(64);
         let reason = 'machine: loop {
             events.clear();
@@ -95,6 +104,10 @@ impl EventLoop {
                     }
                     SOCKETS => {
                         self.serve(VSOCK, &poll)?;
+                        None
+                    }
+                    FRAMES => {
+                        self.serve(net.unwrap_or(usize::MAX), &poll)?;
                         None
                     }
                     kick => {
@@ -195,6 +208,7 @@ impl EventLoop {
         let broken = match self.device(device) {
             Some(Device::Vsock(sockets)) => sockets.process().is_err(),
             Some(Device::Rng(rng)) => rng.process().is_err(),
+            Some(Device::Net(net)) => net.process().is_err(),
             _ => false,
         };
         if broken {
@@ -227,12 +241,17 @@ impl EventLoop {
             Device::Block(block) => Some(block.stats()),
             _ => None,
         });
+        let net = transports.iter().find_map(|transport| match &transport.device {
+            Device::Net(net) => Some(net.stats()),
+            _ => None,
+        });
         let serial = self.machine.shared.serial.as_ref().map_or(0, Serial::dropped);
         Stats {
             exits: self.machine.shared.exits.counts(),
             marks: self.marks.clone(),
             blocks: blocks.collect(),
             console_dropped: self.console_dropped.saturating_add(serial),
+            net: net.unwrap_or_default(),
         }
     }
 

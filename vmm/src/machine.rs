@@ -21,6 +21,7 @@ use crate::vcpu::{self, Shared};
 use crate::virtio::block::{Backing, Block, Counters};
 use crate::virtio::device::Device;
 use crate::virtio::mmio::{INTERRUPT_ACK, QUEUE_NOTIFY, RegisterPage, Transport};
+use crate::virtio::net::Net;
 use crate::virtio::request::ID_LENGTH;
 use crate::virtio::rng::Rng;
 use crate::virtio::vsock::VsockDevice;
@@ -106,7 +107,7 @@ pub struct Machine {
     pub vcpus: Vec<VcpuFd>,
     /// Shared by the vCPUs.
     pub shared: Arc<Shared>,
-    /// The devices behind their transports: the socket device, then the entropy device, then the disks.
+    /// The devices behind their transports: the socket device, the entropy device, the disks, the network interface.
     pub transports: Vec<Transport>,
     /// Kicks that the event loop serves, with the index of their device.
     pub kicks: Vec<(usize, EventFd)>,
@@ -114,6 +115,8 @@ pub struct Machine {
     pub console: Option<Console>,
     /// Eventfds that KVM writes and nobody reads.
     pub absorbed: Vec<EventFd>,
+    /// The device index of the network interface.
+    pub net: Option<usize>,
 }
 
 /// The device index of the socket device.
@@ -131,7 +134,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
     let (kvm_fd, vm) = create_vm(parts.kvm)?;
     let vm = Arc::new(vm);
     let ram = memory::guest_ram(config.memory)?;
-    let devices = FIRST_DISK.saturating_add(config.disks.len());
+    let devices = FIRST_DISK.saturating_add(config.disks.len()).saturating_add(usize::from(config.net.is_some()));
     let pages = Arc::new(memory::device_pages(devices.saturating_mul(layout::VIRTIO_PAGE))?);
     map_memory(&vm, &ram, &pages)?;
 
@@ -152,6 +155,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
     for (index, (disk, layers)) in config.disks.iter().zip(parts.disks).enumerate() {
         wiring.add_disk(index, disk, layers, mailbox)?;
     }
+    let net = config.net.zip(parts.frames).map(|(net, frames)| wiring.add_net(net.mac, frames)).transpose()?;
     let Wiring { transports, kicks, absorbed, .. } = wiring;
 
     let (serial, console) = match parts.console {
@@ -176,7 +180,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
         vcpus.push(vcpu);
     }
     let shared = Arc::new(Shared::new(devices, serial, start));
-    Ok(Machine { vm, vcpus, shared, transports, kicks, console, absorbed })
+    Ok(Machine { vm, vcpus, shared, transports, kicks, console, absorbed, net })
 }
 
 fn check(config: &Config) -> Result<(), MachineError> {
@@ -219,6 +223,7 @@ struct Parts {
     initrds: Vec<File>,
     disks: Vec<Vec<LayerFiles>>,
     console: Option<File>,
+    frames: Option<OwnedFd>,
 }
 
 impl Parts {
@@ -239,10 +244,11 @@ impl Parts {
             disks.push(layers);
         }
         let console = if config.console { Some(File::from(next()?)) } else { None };
+        let frames = if config.net.is_some() { Some(next()?) } else { None };
         if descriptors.next().is_some() {
             return Err(MachineError::Descriptors("more descriptors than parts"));
         }
-        Ok(Self { kvm, kernel, initrds, disks, console })
+        Ok(Self { kvm, kernel, initrds, disks, console, frames })
     }
 }
 
@@ -358,6 +364,14 @@ impl Wiring<'_> {
         let kicks = self.kicks(usize::from(config.queues), 0)?;
         let block = io("disk thread", Block::new(backing, config.read_only, kicks))?;
         self.add(Device::Block(block))
+    }
+
+    fn add_net(&mut self, mac: [u8; 6], frames: OwnedFd) -> Result<usize, MachineError> {
+        let index = self.transports.len();
+        let interrupt = self.interrupt()?;
+        let kicks = self.loop_kicks(Net::QUEUES)?;
+        self.add(Device::Net(Net::new(self.ram.clone(), interrupt, kicks, mac, frames)))?;
+        Ok(index)
     }
 
     fn add(&mut self, device: Device) -> Result<(), MachineError> {

@@ -219,6 +219,7 @@ fn config(machine: &Machine) -> Result<Config, MachineError> {
         initrds: u8::try_from(machine.initrds.len()).unwrap_or(u8::MAX),
         disks: [root].into_iter().chain(modules).collect(),
         console: machine.console,
+        net: None,
     })
 }
 

@@ -84,7 +84,7 @@ pub(crate) fn open(path: &Path) -> File {
 
 /// A machine without console and disks.
 pub(crate) fn config(vcpus: u8, memory: u64, initrds: u8) -> Config {
-    Config { vcpus, memory, cmdline: CMDLINE.into(), initrds, disks: Vec::new(), console: false }
+    Config { vcpus, memory, cmdline: CMDLINE.into(), initrds, disks: Vec::new(), console: false, net: None }
 }
 
 /// What has been done already in this run of the suite: in the rig a new boot, after its kernel died, goes on with the rest.

@@ -102,6 +102,7 @@ fn garbage(seed: u64) {
     let config = Config {
         disks: vec![disk],
         console: true,
+        net: None,
         // Device memory may be reached; a page of memory is never given to anybody else while a device writes to it.
         cmdline: format!("{} iomem=relaxed payload=garbage payload.seed={seed}", host::CMDLINE),
         ..host::config(2, 256 << 20, 1)

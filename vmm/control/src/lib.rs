@@ -16,6 +16,6 @@ mod socket;
 
 pub use message::{
     BlockStats, Config, Disk, Event, ExitCounts, MAX_CMDLINE, MAX_DISKS, MAX_INITRDS, MAX_LAYERS, MAX_VCPUS,
-    MIN_MEMORY, Mark, Request, Stats, StopReason,
+    MIN_MEMORY, Mark, Net, NetStats, Request, Stats, StopReason,
 };
 pub use socket::{ControlError, ControlSocket, MAX_DESCRIPTORS, MAX_MESSAGE};

@@ -21,7 +21,8 @@ pub const MAX_INITRDS: usize = 4;
 pub enum Request {
     /// Build the machine and run it. Descriptors, in this order: `/dev/kvm`; the kernel; each initramfs
     /// archive; for each disk, its layers from the bottom: data then map (a raw base layer has data alone);
-    /// then, if `console` is set, the file that the serial console's output goes to.
+    /// then, if `console` is set, the file that the serial console's output goes to; then, if `net` is set, the socket
+    /// of messages that its frames go to and come from.
     Start(Config),
     /// Connect to a vsock port of the guest. One descriptor: a connected stream socket, whose other end
     /// the supervisor keeps. It is held until the guest's vsock driver is up. A refusal closes it.
@@ -51,6 +52,16 @@ pub struct Config {
     pub disks: Vec<Disk>,
     /// Whether there is a serial console (`ttyS0`, output only).
     pub console: bool,
+    /// The network interface, if there is one.
+    pub net: Option<Net>,
+}
+
+/// A network interface. Its frames go to the socket that comes with the message, one a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Net {
+    /// The guest's hardware address.
+    pub mac: [u8; 6],
 }
 
 /// One disk: a chain of layers, the last of them live unless the disk is read-only.
@@ -141,6 +152,24 @@ pub struct Stats {
     pub blocks: Vec<BlockStats>,
     /// Bytes of the serial console that were dropped because nobody took them in time.
     pub console_dropped: u64,
+    /// The network interface's counters; all zero without one.
+    pub net: NetStats,
+}
+
+/// What a network interface has moved.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NetStats {
+    /// Frames from the guest.
+    pub frames_out: u64,
+    /// Their bytes.
+    pub bytes_out: u64,
+    /// Frames to the guest.
+    pub frames_in: u64,
+    /// Their bytes.
+    pub bytes_in: u64,
+    /// Frames of either direction that were too short, too long, ill-formed, or had nowhere to go.
+    pub frames_dropped: u64,
 }
 
 /// A mark that the guest wrote.

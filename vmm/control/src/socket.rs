@@ -120,7 +120,7 @@ impl AsFd for ControlSocket {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{BlockStats, Event, ExitCounts, Mark, Request, Stats, StopReason};
+    use crate::{BlockStats, Event, ExitCounts, Mark, NetStats, Request, Stats, StopReason};
 
     #[test]
     fn a_message_arrives_with_its_descriptors() {
@@ -141,6 +141,7 @@ mod tests {
             marks: vec![Mark { mark: 1, exits, micros: 5 }],
             blocks: vec![BlockStats::default()],
             console_dropped: 0,
+            net: NetStats::default(),
         };
         for event in [
             Event::Running,

@@ -3,6 +3,7 @@
 use virtio_queue::Queue;
 
 use super::block::Block;
+use super::net::Net;
 use super::rng::Rng;
 use super::vsock::VsockDevice;
 
@@ -24,6 +25,8 @@ pub enum Device {
     Vsock(VsockDevice),
     /// Random numbers.
     Rng(Rng),
+    /// The network.
+    Net(Net),
 }
 
 macro_rules! each {
@@ -32,6 +35,7 @@ macro_rules! each {
             Device::Block($device) => $call,
             Device::Vsock($device) => $call,
             Device::Rng($device) => $call,
+            Device::Net($device) => $call,
         }
     };
 }
@@ -43,6 +47,7 @@ impl Device {
             Device::Block(_) => 2,
             Device::Vsock(_) => 19,
             Device::Rng(_) => 4,
+            Device::Net(_) => 1,
         }
     }
 

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 
 use vm_memory::{Bytes, VolatileSlice};
 
@@ -68,6 +68,23 @@ impl<'a> GuestBuffer<'a> {
             rest = later;
         }
         Ok(())
+    }
+
+    /// How many bytes there are.
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
+    /// Sends all bytes as one message, without waiting.
+    pub fn send(&self, socket: impl AsFd) -> io::Result<usize> {
+        let mut vectors = self.vectors(0, self.length)?;
+        // SAFETY: all zeros is a message without address, parts and control data.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = vectors.as_mut_ptr();
+        message.msg_iovlen = vectors.len();
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: each vector is a range of mapped guest memory, which is never unmapped; the kernel only reads here.
+        result(unsafe { libc::sendmsg(socket.as_fd().as_raw_fd(), &raw const message, flags) })
     }
 
     /// Copies all bytes out.

@@ -6,6 +6,7 @@ pub mod chain;
 pub mod device;
 pub mod iovec;
 pub mod mmio;
+pub mod net;
 pub mod notify;
 pub mod request;
 pub mod rng;
