@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{completion, cp, doctor, exec, inspect, list, rm, run};
+use crate::commands::{completion, cp, doctor, exec, inspect, list, policy, rm, run};
 use crate::image::ImageCommand;
 use crate::units::{parse_duration, parse_size};
 
@@ -49,6 +49,9 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: crate::kernel::Command,
     },
+    /// Network policies: check one, ask what it says
+    #[command(subcommand)]
+    Policy(policy::PolicyCommand),
     /// Print everything about runs, as JSON
     Inspect(inspect::Inspect),
     /// Copy files between here and a running run

@@ -55,6 +55,7 @@ fn main() -> ExitCode {
         Command::List(list) => commands::list::list(&list),
         Command::Image(command) => image::run(&command),
         Command::Kernel { command } => kernel::command(&command),
+        Command::Policy(command) => commands::policy::policy(&command),
         Command::Inspect(inspect) => commands::inspect::inspect(&inspect),
         Command::Cp(cp) => commands::cp::cp(&cp),
         Command::Rm(rm) => commands::rm::rm(&rm),

@@ -178,3 +178,52 @@ fn the_doctor_says_what_is_missing_and_how_to_mend_it() {
         assert!(lines.contains(words), "{words}: {lines}");
     }
 }
+
+#[test]
+fn a_policy_is_checked_and_explained() {
+    let place = Place::new();
+    let policy = |words: &[&str]| {
+        let output = place.output(&[&["policy"], words].concat());
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    let denied = "denied: everything that no rule allows\n";
+    assert_eq!(policy(&["check"]), (Some(0), denied.to_owned(), String::new()));
+    let given = ["--network-policy", "deny-egress-except=api.example.com,*.github.com", "--allow", "!gist.github.com"];
+    let (code, said, wrong) = policy(&[&["check"], &given[..]].concat());
+    let rules = "allowed: api.example.com\nallowed: *.github.com\ndenied, whatever a rule says: !gist.github.com\n";
+    assert_eq!((code, said, wrong), (Some(0), format!("{denied}{rules}"), String::new()));
+    let (_, table, _) = policy(&[&["check", "--format", "json"], &given[..]].concat());
+    assert_eq!(serde_json::from_str::<Value>(&table).unwrap()["rules"][1]["target"], json!({ "below": "github.com" }));
+
+    let explained = |url| policy(&[&["explain"], &given[..], &[url]].concat());
+    let (code, said, _) = explained("https://api.github.com/user");
+    assert_eq!((code, said.lines().next()), (Some(0), Some("allowed by `*.github.com`")), "{said}");
+    for url in ["gist.github.com", "github.com", "api.example.com:22", "10.0.0.1", "http://api.example.com/"] {
+        let (code, said, wrong) = explained(url);
+        assert!((code, wrong.as_str()) == (Some(1), "") && said.starts_with("denied"), "{url}: {said}{wrong}");
+    }
+
+    std::fs::write(place.path("policy.toml"), "version = 1\nallow = [\"a.example.com\", \"b.example\"]\n").unwrap();
+    let file = format!("@{}", place.path("policy.toml").display());
+    let (code, said, _) = policy(&["explain", "--network-policy", &file, "a.example.com"]);
+    assert_eq!(code, Some(0), "{said}");
+
+    // What is wrong is shown with its place, and none of it runs.
+    std::fs::write(place.path("bad.toml"), "version = 1\nallow = [\"*.com\"]\n").unwrap();
+    std::fs::write(place.path("bytes.toml"), [b'v', 0xff]).unwrap();
+    let at = |name: &str| format!("@{}", place.path(name).display());
+    for (given, words) in [
+        ("allow-all".to_owned(), &["--network-policy", "`allow-all` is no policy", "^^^", "deny-all"][..]),
+        ("deny-egress-except=".to_owned(), &["--network-policy"]),
+        ("deny-egress-except=a.example.com,https://b".to_owned(), &["--network-policy", "https:", "^"]),
+        ("deny-egress-except=127.0.0.1".to_owned(), &["127.0.0.1", "^"]),
+        (at("bad.toml"), &["bad.toml:2", "*.com", "^"]),
+        (at("bytes.toml"), &["bytes.toml", "not UTF-8 from byte 1 on"]),
+        (at("none.toml"), &["none.toml", "No such file"]),
+    ] {
+        let (code, said, wrong) = policy(&["check", "--network-policy", &given]);
+        assert_eq!((code, said.as_str()), (Some(125), ""), "{given}");
+        assert!(words.iter().all(|word| wrong.contains(word)), "{given}: {wrong}");
+        assert!(wrong.lines().all(|line| line.starts_with("bulkhead: ")), "{wrong}");
+    }
+}

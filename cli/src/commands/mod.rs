@@ -6,6 +6,7 @@ pub(crate) mod doctor;
 pub(crate) mod exec;
 pub(crate) mod inspect;
 pub(crate) mod list;
+pub(crate) mod policy;
 mod process;
 mod resolve;
 pub(crate) mod rm;
