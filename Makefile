@@ -10,7 +10,7 @@ dist := $(target)/dist
 rig := tests/rig
 
 help:
-	@echo "make demo        run a real command in a microVM and show it"
+	@echo "make demo        a real job in a microVM: what went in, what came out, what kept it in"
 	@echo "make test        all tests; ends with the count of passed and failed"
 	@echo "make soak SEED=n the tests with full counts and the random choices of seed n"
 	@echo "make lint        formatting, warnings, shell scripts"
@@ -37,10 +37,8 @@ install: build
 	install -m 644 "$(dist)/lib/bulkhead/agent.cpio" "$(DESTDIR)$(PREFIX)/lib/bulkhead/agent.cpio"
 
 demo: build
-	@home=$$($(rig)/state.sh busybox) && \
-	echo '$$ bulkhead run busybox -- sh -c "uname -a; id; ps; df -h /; echo hello from a microVM"' && \
-	$(rig)/host -t 300 -- env BULKHEAD_HOME="$$home" "$(dist)/bin/bulkhead" run busybox -- \
-		sh -c 'uname -a; id; ps; df -h /; echo hello from a microVM'
+	@home=$$($(rig)/state.sh debian) && \
+	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" resources/demo/demo.sh
 
 test: build
 	@cargo build --release --locked -p e2e -p payload
