@@ -21,8 +21,8 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
     let env = args.process.environment()?;
     let inputs = args.inputs.iter().map(|input| resolve_input(input)).collect::<Result<_, _>>()?;
     let image = Images::of(home).find(image)?;
-    let command = command_in(&image, command)?;
-    let workdir = args.process.workdir.clone().or_else(|| non_empty(image.config.workdir));
+    let command = command_in(&image, args.entrypoint.as_deref(), command)?;
+    let workdir = args.process.workdir.clone().or_else(|| non_empty(image.config.workdir.clone()));
     let artifacts = resolve_artifacts(args, workdir.as_deref())?;
     let kernel = kernel::Store::of(home).kernel(args.kernel.as_deref())?;
     let modules = if args.modules { Some(canonical(&kernel.tree()?)?) } else { None };
@@ -34,7 +34,7 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
         id: String::new(),
         name: args.name.clone(),
         created: clock::now(),
-        labels: args.labels.iter().cloned().collect::<BTreeMap<_, _>>(),
+        labels: labels_of(image.config.labels, &args.labels),
         ephemeral: args.rm || args.name.is_none(),
         machine: Machine {
             image_file: canonical(&image.root)?,
@@ -65,6 +65,11 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
         inputs,
         artifacts,
     })
+}
+
+/// The image's labels, with those of the command line over them.
+fn labels_of(image: BTreeMap<String, String>, asked: &[(String, String)]) -> BTreeMap<String, String> {
+    image.into_iter().chain(asked.iter().cloned()).collect()
 }
 
 /// Whether this host can run it.
@@ -122,13 +127,24 @@ fn resolve_artifacts(args: &Run, workdir: Option<&str>) -> Result<Option<Artifac
     Ok(Some(Artifacts { patterns, directory, own, limit: args.artifact_limit }))
 }
 
-/// The command line that runs: the image's entry point, then what was asked for or what the image says.
-fn command_in(image: &Image, command: &[String]) -> Result<Vec<String>, String> {
-    let arguments = if command.is_empty() { &image.config.cmd } else { command };
-    let whole: Vec<String> = image.config.entrypoint.iter().chain(arguments).cloned().collect();
+/// The command line that runs: the image's entry point, then what was asked for or what the image says. Another entry
+/// point takes the place of both of the image's.
+fn command_in(image: &Image, entrypoint: Option<&str>, command: &[String]) -> Result<Vec<String>, String> {
+    let whole: Vec<String> = match entrypoint {
+        Some(other) => {
+            Some(other.to_owned()).filter(|other| !other.is_empty()).into_iter().chain(command.to_vec()).collect()
+        }
+        None => {
+            let arguments = if command.is_empty() { &image.config.cmd } else { command };
+            image.config.entrypoint.iter().chain(arguments).cloned().collect()
+        }
+    };
     match whole.first() {
         Some(first) if !first.is_empty() => Ok(whole),
         Some(_) => Err("the command is empty".to_owned()),
+        None if entrypoint.is_some() => {
+            Err(format!("--entrypoint \"\" leaves no command of image {:?}; give one after its name", image.name))
+        }
         None => Err(format!("image {:?} has no command of its own; give one after its name", image.name)),
     }
 }
@@ -159,11 +175,25 @@ mod tests {
     #[test]
     fn the_entry_point_goes_before_every_command() {
         let asked = ["ls".to_owned()];
-        assert_eq!(command_in(&image(&[], &["sh"]), &[]).unwrap(), ["sh"]);
-        assert_eq!(command_in(&image(&[], &["sh"]), &asked).unwrap(), ["ls"]);
-        assert_eq!(command_in(&image(&["tini", "--"], &["sh"]), &asked).unwrap(), ["tini", "--", "ls"]);
-        assert!(command_in(&image(&[], &[]), &[]).unwrap_err().contains("no command of its own"));
-        assert!(command_in(&image(&[], &[]), &[String::new()]).is_err());
+        assert_eq!(command_in(&image(&[], &["sh"]), None, &[]).unwrap(), ["sh"]);
+        assert_eq!(command_in(&image(&[], &["sh"]), None, &asked).unwrap(), ["ls"]);
+        assert_eq!(command_in(&image(&["tini", "--"], &["sh"]), None, &asked).unwrap(), ["tini", "--", "ls"]);
+        assert!(command_in(&image(&[], &[]), None, &[]).unwrap_err().contains("no command of its own"));
+        assert!(command_in(&image(&[], &[]), None, &[String::new()]).is_err());
+        // Another entry point leaves the image's command out, as docker does.
+        let of = image(&["tini", "--"], &["sh"]);
+        assert_eq!(command_in(&of, Some("env"), &[]).unwrap(), ["env"]);
+        assert_eq!(command_in(&of, Some("env"), &asked).unwrap(), ["env", "ls"]);
+        assert_eq!(command_in(&of, Some(""), &asked).unwrap(), ["ls"]);
+        assert!(command_in(&of, Some(""), &[]).is_err());
+    }
+
+    #[test]
+    fn labels_are_the_images_and_ones_own() {
+        let label = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        let labels =
+            labels_of([label("a", "image"), label("b", "image")].into(), &[label("b", "run"), label("c", "run")]);
+        assert_eq!(labels, [label("a", "image"), label("b", "run"), label("c", "run")].into());
     }
 
     #[test]

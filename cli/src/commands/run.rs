@@ -65,6 +65,9 @@ pub(crate) struct Run {
     /// Remove the run when it ends, even if it has a name
     #[arg(long)]
     pub(crate) rm: bool,
+    /// What goes before the command in place of the image's entry point, whose command then does not count; "" for nothing
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) entrypoint: Option<String>,
     /// Guest kernel [default: the newest]
     #[arg(long, value_name = "NAME")]
     pub(crate) kernel: Option<String>,
