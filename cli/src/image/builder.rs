@@ -144,7 +144,11 @@ impl Builder {
                 Ok(Ok(Event::Stopped { reason, .. })) => match reason {
                     StopReason::StorageFailed { disk, error } => format!("disk {disk} failed: {}", printable(&error)),
                     StopReason::KvmFailed { error } => format!("KVM failed: {}", printable(&error)),
-                    StopReason::Reset { by } => format!("its kernel reset the machine ({})", printable(&by)),
+                    StopReason::Reset { by } => {
+                        let console = tail(&self.place.join("console.log"));
+                        let console = console.map_or(String::new(), |tail| format!("; its console ends with: {tail}"));
+                        format!("its kernel reset the machine ({}){console}", printable(&by))
+                    }
                     StopReason::PowerOff | StopReason::Asked => "it powered off before it was done".to_owned(),
                 },
                 Ok(Ok(_)) => continue,
@@ -243,7 +247,8 @@ fn judge(record: &ExitRecord, said: &Said) -> Result<BuildReport, BuilderError> 
         ExitRecord::Exited { .. } => BuilderError::Broken(why),
         ExitRecord::KilledOom => BuilderError::Memory,
         // What cannot be allocated aborts.
-        ExitRecord::Signaled { signal: 6, .. } => BuilderError::Memory,
+        ExitRecord::Signaled { signal: 6, .. } if why.contains("memory allocation") => BuilderError::Memory,
+        ExitRecord::Signaled { signal: 6, .. } => BuilderError::Broken(why),
         ExitRecord::Signaled { signal, .. } => BuilderError::Broken(format!("killed by signal {signal}")),
         ExitRecord::FailedToStart { message, .. } => BuilderError::Broken(printable(message)),
     })
@@ -269,6 +274,10 @@ mod tests {
         assert_eq!(error, "it does not fit: x\u{fffd}[2J: no room; give it more room with --disk");
         assert!(matches!(judge(&exited(status::ARCHIVE), &said("", "x")), Err(BuilderError::Archive(_))));
         assert!(matches!(judge(&exited(77), &said("", "x")), Err(BuilderError::Broken(_))));
+        let aborted = ExitRecord::Signaled { signal: 6, core: false };
+        let allocation = said("", "memory allocation of 4294967296 bytes failed");
+        assert!(matches!(judge(&aborted, &allocation), Err(BuilderError::Memory)));
+        assert!(matches!(judge(&aborted, &said("", "panicked at x")), Err(BuilderError::Broken(_))));
         assert!(matches!(judge(&ExitRecord::KilledOom, &said("", "")), Err(BuilderError::Memory)));
     }
 

@@ -61,6 +61,9 @@ pub(crate) struct Import {
     /// Kernel of the microVM that unpacks it [default: the newest]
     #[arg(long, value_name = "NAME")]
     kernel: Option<String>,
+    /// Record that microVM's serial console, whose end errors then quote; slow
+    #[arg(long, hide = true)]
+    console: bool,
     /// Say nothing but the id and errors
     #[arg(short, long)]
     quiet: bool,
@@ -125,6 +128,7 @@ fn do_import(home: &Home, args: &Import) -> Result<u8, String> {
         name: args.name.as_deref(),
         size: args.disk,
         kernel: args.kernel.as_deref(),
+        console: args.console,
         quiet: args.quiet,
     };
     let done = import(home, &order).map_err(|error| format!("cannot import {}: {error}", args.source.display()))?;
@@ -174,7 +178,7 @@ fn list(home: &Home, args: &List) -> Result<u8, String> {
         let size = used.map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found).saturating_mul(512));
         rows.push(Row { id: None, names: vec![name], size, imported: None });
     }
-    rows.sort_by(|a, b| (&a.names, &a.id).cmp(&(&b.names, &b.id)));
+    rows.sort_by(|a, b| (a.names.is_empty(), &a.names, &a.id).cmp(&(b.names.is_empty(), &b.names, &b.id)));
     if args.quiet {
         return print(&rows.iter().filter_map(|row| row.id.as_ref()).map(|id| format!("{id}\n")).collect::<String>());
     }

@@ -48,6 +48,7 @@ pub(super) struct Order<'a> {
     /// Size of the file system.
     pub(super) size: u64,
     pub(super) kernel: Option<&'a str>,
+    pub(super) console: bool,
     pub(super) quiet: bool,
 }
 
@@ -159,7 +160,7 @@ fn machine(home: &Home, workplace: &Workplace, order: &Order<'_>) -> Result<Mach
         memory: MEMORY,
         disk: order.size,
         disk_layers: 1,
-        console: false,
+        console: order.console,
         cmdline_extra: builder::cmdline(),
     })
 }

@@ -57,8 +57,15 @@ fn of_blobs(blobs: &Blobs, reference: Option<&str>, progress: &mut dyn FnMut(u64
     } else if blobs.has("manifest.json") {
         docker::open(blobs, reference, progress)
     } else {
-        let why = "it is no image: there is no oci-layout with an index.json, and no manifest.json".to_owned();
-        Err(SourceError::Form { path: blobs.path().to_owned(), why })
+        let path = blobs.path();
+        let tar = match blobs {
+            Blobs::Directory(..) => {
+                format!("; for a root file system: tar -C {} -c . | bulkhead image import -", path.display())
+            }
+            Blobs::Archive(..) => String::new(),
+        };
+        let why = format!("it is no image: there is no oci-layout with an index.json, and no manifest.json{tar}");
+        Err(SourceError::Form { path: path.to_owned(), why })
     }
 }
 

@@ -7,13 +7,15 @@ use std::io::{self, Read};
 /// Bytes after an archive's end mark that are taken for its padding.
 const MAX_PADDING: u64 = 64 << 20;
 
+const UNMARKED: &str = "it is cut short: its end mark is missing";
+
 /// Reads members one after the other.
 pub(super) struct Members<R> {
     from: R,
     parser: Parser,
     /// Of the current member's stored bytes.
     left: u64,
-    padding: u64,
+    padding: usize,
     /// Bytes that were read in all, and how many there may be.
     total: u64,
     limit: u64,
@@ -32,8 +34,16 @@ impl<R: Read> Members<R> {
     /// The next member, whose content is then read from here; nothing at the archive's end, which must be marked if
     /// `marked`. What the last member's reader left is skipped.
     pub(super) fn next_member(&mut self, marked: bool) -> Result<Option<Box<Member>>, BuildError> {
-        self.skip(self.left.saturating_add(self.padding))?;
-        (self.left, self.padding) = (0, 0);
+        self.skip(self.left)?;
+        let mut padding = [0; BLOCK];
+        let padding = padding.get_mut(..std::mem::take(&mut self.padding)).unwrap_or_default();
+        self.left = 0;
+        // Some writers of layers leave out the last padding along with the end mark.
+        match self.fill(padding)? {
+            0 if !padding.is_empty() && !marked => return Ok(None),
+            read if read < padding.len() => return Err(BuildError::Archive(UNMARKED.into())),
+            _ => {}
+        }
         loop {
             let mut bytes = vec![0; self.parser.wants()];
             let read = self.fill(&mut bytes)?;
@@ -41,13 +51,13 @@ impl<R: Read> Members<R> {
                 return Ok(None);
             }
             if read < bytes.len() {
-                return Err(BuildError::Archive("it is cut short: its end mark is missing".into()));
+                return Err(BuildError::Archive(UNMARKED.into()));
             }
             match self.parser.push(&bytes).map_err(|error| BuildError::Archive(error.to_string()))? {
                 Pushed::More => {}
                 Pushed::Member(mut member) => {
                     self.left = member.stored;
-                    self.padding = padded(member.stored).saturating_sub(member.stored);
+                    self.padding = usize::try_from(padded(member.stored).saturating_sub(member.stored)).unwrap_or(0);
                     if member.layout == Layout::MapFirst {
                         member.layout = Layout::Pieces(self.map(&member)?);
                     }

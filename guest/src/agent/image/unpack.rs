@@ -21,6 +21,9 @@ const RESERVED: &[u8] = b".wh..wh.";
 /// Takes away everything that lies below in its directory.
 const OPAQUE: &[u8] = b".wh..wh..opq";
 
+/// Most members of all layers: several times what the largest images have. More only take time.
+const MAX_MEMBERS: u64 = 10_000_000;
+
 /// Takes layers, the lowest first.
 pub(super) struct Unpacker {
     tree: Tree,
@@ -60,6 +63,9 @@ impl Unpacker {
         while let Some(member) = members.next_member(!self.layered)? {
             self.member(&member, &mut members)?;
             self.report.members = self.report.members.saturating_add(1);
+            if self.report.members > MAX_MEMBERS {
+                return Err(BuildError::Archive(format!("it has more than {MAX_MEMBERS} members")));
+            }
             self.report.without_acl = self.report.without_acl.saturating_add(u64::from(member.has_acl));
         }
         self.report.bytes = members.total();
@@ -71,6 +77,9 @@ impl Unpacker {
 
     /// Ends the tree.
     pub(super) fn finish(self) -> Result<BuildReport, BuildError> {
+        if self.report.members == 0 {
+            return Err(BuildError::Archive("it holds nothing".into()));
+        }
         if self.tree.there(b"oci-layout")? != There::Nothing && self.tree.there(b"blobs")? == There::Directory
             || self.tree.there(b"manifest.json")? != There::Nothing
                 && self.tree.there(b"repositories")? != There::Nothing

@@ -197,12 +197,16 @@ fn paths_that_lead_upwards_are_refused() {
 #[test]
 fn what_is_cut_or_goes_on_is_refused() {
     let whole = archive(&[file("a", "content"), file("b", "content")]);
-    for length in [100, 512, 600, 1100, 1536, 1600] {
+    for length in [100, 512, 515, 600, 1100, 1536, 1600] {
         assert!(why(&[whole[..length].to_vec()]).contains("cut short"), "{length}");
     }
     // A root file system must be marked as whole; a layer's digest says that it is.
     assert!(unpack(&[whole[..2048].to_vec()], false).unwrap_err().to_string().contains("end mark"));
     assert!(layers(&[whole[..2048].to_vec()]).is_ok());
+    // Nor need it have the padding of its last member.
+    assert_eq!(layers(&[whole[..1543].to_vec()]).unwrap().1, ["a=content", "b=content"]);
+    assert!(why(&[whole[..1542].to_vec()]).contains("cut short"));
+    assert!(unpack(&[whole[..1543].to_vec()], false).unwrap_err().to_string().contains("end mark"));
     let mut endless = whole.clone();
     endless.resize(80 << 20, 0);
     assert!(why(&[endless]).contains("goes on"));
@@ -219,6 +223,7 @@ fn an_archive_that_unpacks_without_end_has_one() {
 
 #[test]
 fn an_archive_of_an_archive_is_told() {
+    assert_eq!(why(&[archive(&[])]), "it holds nothing");
     let layout = archive(&[file("oci-layout", "{}"), directory("blobs"), file("index.json", "{}")]);
     assert!(unpack(&[layout], false).unwrap_err().to_string().contains("import that archive itself"));
 }
