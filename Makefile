@@ -45,8 +45,8 @@ test: build
 	@mkdir -p "$(dist)/test" "$(dist)/initramfs" && install -m 755 "$(release)/payload" "$(dist)/test/payload"
 	@install -m 755 "$(release)/payload" "$(dist)/initramfs/init"
 	@resources/kernels/cpio.sh "$(dist)/initramfs" >"$(dist)/test/payload.cpio" && rm -r "$(dist)/initramfs"
-	@home=$$($(rig)/state.sh busybox) && \
-	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" BULKHEAD_E2E="$(release)/e2e" $(rig)/suite
+	@home=$$($(rig)/state.sh busybox) && sources=$$(tests/images/sources.sh "$(dist)/test/payload") && \
+	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" BULKHEAD_SOURCES="$$sources" BULKHEAD_E2E="$(release)/e2e" $(rig)/suite
 
 soak: export BULKHEAD_SOAK := 1
 soak: export SEED ?= 1

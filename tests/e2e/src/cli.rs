@@ -19,6 +19,11 @@ impl Bulkhead {
         Self { home: host::state() }
     }
 
+    /// With a fresh state directory that has kernels alone.
+    pub(crate) fn without_images() -> Self {
+        Self { home: host::state_without_images() }
+    }
+
     /// The state directory.
     pub(crate) fn home(&self) -> &Path {
         self.home.path()

@@ -8,8 +8,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::host;
+
 /// Long enough for a guest under emulation on a loaded machine; a test that hangs ends here.
-const DEADLINE: Duration = Duration::from_secs(300);
+fn deadline() -> Duration {
+    Duration::from_secs(if host::soak() { 3600 } else { 300 })
+}
 
 /// What a command printed, and how it ended.
 #[derive(Debug)]
@@ -119,13 +123,13 @@ impl Running {
     }
 
     fn wait(&mut self) -> ExitStatus {
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = Instant::now() + deadline();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 self.ended = true;
                 return status;
             }
-            assert!(Instant::now() < deadline, "process {} did not end in {DEADLINE:?}", self.child.id());
+            assert!(Instant::now() < deadline, "process {} did not end in {:?}", self.child.id(), self::deadline());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -148,12 +152,20 @@ pub(crate) fn code(status: ExitStatus) -> i32 {
 
 /// Runs a command with this standard input to its end.
 pub(crate) fn output(command: &mut Command, input: &[u8]) -> Output {
+    let input = input.to_vec();
+    output_written(command, move |stdin| stdin.write_all(&input))
+}
+
+/// Runs a command to its end, with what this writes as its standard input.
+pub(crate) fn output_written(
+    command: &mut Command,
+    write: impl FnOnce(&mut dyn Write) -> std::io::Result<()> + Send + 'static,
+) -> Output {
     let mut running = Running::start(command);
     let mut stdin = running.child.stdin.take().unwrap();
-    let input = input.to_vec();
     // A command that does not read its input ends all the same.
     let writer = std::thread::spawn(move || {
-        let _ = stdin.write_all(&input);
+        let _ = write(&mut stdin);
     });
     let output = running.finish();
     let _ = writer.join();
@@ -162,9 +174,9 @@ pub(crate) fn output(command: &mut Command, input: &[u8]) -> Output {
 
 /// Waits until `condition` holds.
 pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + deadline();
     while !condition() {
-        assert!(Instant::now() < deadline, "{what}: not within {DEADLINE:?}");
+        assert!(Instant::now() < deadline, "{what}: not within {:?}", self::deadline());
         std::thread::sleep(Duration::from_millis(20));
     }
 }

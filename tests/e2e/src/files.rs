@@ -83,7 +83,7 @@ fn copies_go_both_ways() {
 /// Its hash is the same on all three ways.
 fn a_large_file_goes_in_and_out() {
     let bulkhead = Bulkhead::new();
-    let soak = std::env::var_os("BULKHEAD_SOAK").is_some();
+    let soak = host::soak();
     let size: usize = if soak { 1 << 30 } else { 16 << 20 };
     let _resident = bulkhead.reside("box", &["--disk", "3G"]);
     let here = host::directory();

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -39,11 +39,13 @@ pub(crate) struct Recipe {
     pub(crate) disk: u64,
     /// Disk queues.
     pub(crate) queues: u8,
+    /// Raw images that it sees as read-only disks, from `vdb` on.
+    pub(crate) more: Vec<PathBuf>,
 }
 
 impl Default for Recipe {
     fn default() -> Self {
-        Self { vcpus: 1, memory: 256 << 20, disk: 1 << 30, queues: 1 }
+        Self { vcpus: 1, memory: 256 << 20, disk: 1 << 30, queues: 1, more: Vec::new() }
     }
 }
 
@@ -76,9 +78,17 @@ impl Guest {
     pub(crate) fn over(recipe: &Recipe, files: tempfile::TempDir) -> Self {
         let layer = |name| File::options().read(true).write(true).open(files.path().join(name)).unwrap();
         let disk = Disk { serial: "root".into(), read_only: false, raw_base: true, layers: 2, queues: recipe.queues };
-        let config = Config { disks: vec![disk], ..host::config(recipe.vcpus, recipe.memory, 2) };
+        let more = recipe.more.iter().enumerate().map(|(n, _)| Disk {
+            serial: format!("more{n}"),
+            read_only: true,
+            raw_base: true,
+            layers: 1,
+            queues: 1,
+        });
+        let disks = std::iter::once(disk).chain(more).collect();
+        let config = Config { disks, ..host::config(recipe.vcpus, recipe.memory, 2) };
         let kernel = host::newest_kernel();
-        let parts = [
+        let mut parts = vec![
             open(&kernel.join("vmlinux")),
             open(&kernel.join("modules.cpio")),
             open(&host::program("lib/bulkhead/agent.cpio")),
@@ -86,7 +96,8 @@ impl Guest {
             layer("data"),
             layer("map"),
         ];
-        let vmm = Arc::new(Vmm::start(config, &parts.each_ref()).unwrap());
+        parts.extend(recipe.more.iter().map(|path| open(path)));
+        let vmm = Arc::new(Vmm::start(config, &parts.iter().collect::<Vec<_>>()).unwrap());
         let connections = Arc::default();
         let dialer = Arc::new(Dialer { vmm: vmm.clone(), connections: Arc::clone(&connections) });
         let welcome = Welcome { entropy: vec![7; 32], hostname: "test".into() };

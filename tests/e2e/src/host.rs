@@ -77,6 +77,24 @@ pub(crate) fn image(name: &str) -> PathBuf {
     from_environment("BULKHEAD_HOME").join("images/names").join(name).join("root.img")
 }
 
+/// An image that one of the usual tools made, or the list of its tree: see `tests/images/sources.sh`.
+pub(crate) fn source(name: &str) -> PathBuf {
+    from_environment("BULKHEAD_SOURCES").join(name)
+}
+
+/// A fresh state directory with the kernels of this machine and no images.
+pub(crate) fn state_without_images() -> tempfile::TempDir {
+    let home = directory();
+    let kernels = from_environment("BULKHEAD_HOME").join("kernels");
+    std::os::unix::fs::symlink(kernels, home.path().join("kernels")).unwrap();
+    home
+}
+
+/// Whether the tests have all the time that they could use.
+pub(crate) fn soak() -> bool {
+    std::env::var_os("BULKHEAD_SOAK").is_some()
+}
+
 /// Opens a file for reading.
 pub(crate) fn open(path: &Path) -> File {
     File::open(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))

@@ -67,7 +67,7 @@ fn a_guest_that_never_boots_is_given_up() {
 /// Every port, every register, then each device by its rules and against them, from one CPU and from all: the VMM
 /// answers all the while, and the devices work afterwards.
 fn garbage_everywhere() {
-    let wanted = if std::env::var_os("BULKHEAD_SOAK").is_some() { 50 } else { 1 };
+    let wanted = if host::soak() { 50 } else { 1 };
     let first: u64 = std::env::var("SEED").map_or(1, |seed| seed.parse().unwrap());
     let progress = host::Progress::of_this_run();
     let mut passed = 0;
@@ -188,13 +188,18 @@ fn a_full_disk_is_the_guests_own_trouble() {
 
 /// A state directory on a host file system of this size; the programs' own files are elsewhere.
 fn on_a_small_host(mib: u64) -> Bulkhead {
-    crate::refusals::private_mounts();
     let bulkhead = Bulkhead::new();
-    let runs = bulkhead.home().join("runs");
-    fs::create_dir(&runs).unwrap();
-    let options = std::ffi::CString::new(format!("size={mib}m,mode=700")).unwrap();
-    mount("small", &runs, "tmpfs", MountFlags::empty(), options.as_c_str()).unwrap();
+    make_small(&bulkhead, "runs", mib);
     bulkhead
+}
+
+/// Gives a part of the state directory, which is not there yet, a file system of its own.
+pub(crate) fn make_small(bulkhead: &Bulkhead, part: &str, mib: u64) {
+    crate::refusals::private_mounts();
+    let part = bulkhead.home().join(part);
+    fs::create_dir(&part).unwrap();
+    let options = std::ffi::CString::new(format!("size={mib}m,mode=700")).unwrap();
+    mount("small", &part, "tmpfs", MountFlags::empty(), options.as_c_str()).unwrap();
 }
 
 /// Given a host whose file system is full, the guest's writes wait, and the state says so; when there is room again they

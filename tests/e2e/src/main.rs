@@ -16,6 +16,7 @@ mod pty;
 mod boot;
 mod files;
 mod hostile;
+mod image;
 mod kernel;
 mod kill;
 mod machine;
@@ -38,7 +39,7 @@ const LIST: &str = include_str!("../tests.list");
 
 /// Longer than any one test takes under emulation; one that hangs ends here. Soaks have longer lists.
 fn deadline() -> Duration {
-    Duration::from_secs(if std::env::var_os("BULKHEAD_SOAK").is_some() { 4 * 3600 } else { 600 })
+    Duration::from_secs(if host::soak() { 4 * 3600 } else { 600 })
 }
 
 fn main() -> ExitCode {
@@ -52,6 +53,7 @@ fn main() -> ExitCode {
         refusals::TESTS,
         kill::TESTS,
         hostile::TESTS,
+        image::TESTS,
     ];
     let tests: Vec<Test> = parts.concat();
     // Each test is a process of its own, so that one which aborts or hangs takes no other along.

@@ -6,6 +6,7 @@
 
 mod ports;
 mod queues;
+mod tree;
 
 use std::io::Write;
 
@@ -22,6 +23,11 @@ fn main() {
         && what == "pattern"
     {
         return pattern(length.parse().unwrap_or(0));
+    }
+    if let [_, what, root] = &arguments[..]
+        && what == "tree"
+    {
+        return tree::print(root.as_ref());
     }
     ports::open();
     ports::mark(STARTED);
