@@ -99,7 +99,11 @@ impl Vmm {
             files.push(console::record(directory).map_err(|error| MachineError::System("console.log", error))?);
         }
         let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
-        vmm.control.send(&Request::Start(config), &files)?;
+        // That it is gone already, and how it ended, is for those to say who watch it.
+        match vmm.control.send(&Request::Start(config), &files) {
+            Err(ControlError::Closed) => {}
+            sent => sent?,
+        }
         Ok(vmm)
     }
 
