@@ -1,0 +1,225 @@
+//! Cgroups: the second wall. What a run is promised holds without them; with them the kernel itself counts.
+//!
+//! A supervisor makes a cgroup for its VMM, which is born in it, and removes it afterwards. It holds a lock on the directory
+//! meanwhile, so that a cgroup whose supervisor was killed can be told from one in use, and the next start removes it.
+
+mod place;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, ResolveFlags, flock, mkdirat, openat2, unlinkat};
+use rustix::io::Errno;
+
+pub use place::{Controller, Place, Unavailable};
+
+/// The period in which a share of CPU time is given, in microseconds.
+const CPU_PERIOD: u64 = 100_000;
+/// How often and how long we wait for a cgroup whose process has just been reaped to become empty.
+const EMPTY_TRIES: u32 = 100;
+const EMPTY_WAIT: Duration = Duration::from_millis(2);
+
+/// What a cgroup bounds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of memory, page cache and kernel memory included.
+    pub memory: u64,
+    /// Processes and threads.
+    pub pids: u64,
+    /// CPU time, in thousandths of a CPU; nothing if it is not bounded.
+    pub cpu: Option<u64>,
+    /// A line for `io.max`: device and limits.
+    pub io: Option<String>,
+}
+
+/// Why a cgroup could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CgroupError {
+    /// The host has none for us.
+    #[error(transparent)]
+    Unavailable(#[from] Unavailable),
+    /// One of its files, or itself.
+    #[error("cgroup: {path}: {error}", path = path.display())]
+    File {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// A directory whose disk is not known.
+    #[error(
+        "io.max: {path}: its file system shows no disk of its own ({error}); put the state directory on a plain disk, or \
+         leave --io-max out",
+        path = path.display()
+    )]
+    NoDisk {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// Another supervisor's.
+    #[error("cgroup: {path} is in use by another run", path = path.display())]
+    InUse {
+        /// Where.
+        path: PathBuf,
+    },
+}
+
+/// A cgroup of ours. Dropping it removes it; its process has to be reaped before.
+#[derive(Debug)]
+pub struct Cgroup {
+    parent: OwnedFd,
+    name: String,
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl Cgroup {
+    /// Makes a cgroup with these limits, after removing what killed supervisors left beside it.
+    pub fn create(place: &Place, name: &str, limits: &Limits) -> Result<Self, CgroupError> {
+        let path = place.path().join(name);
+        let failed = |error: Errno| CgroupError::File { path: path.clone(), error: error.into() };
+        let parent = place.open().map_err(failed)?;
+        sweep(parent.as_fd());
+        loop {
+            match mkdirat(&parent, name, Mode::RWXU | Mode::RGRP | Mode::XGRP | Mode::ROTH | Mode::XOTH) {
+                Ok(()) => {}
+                // Nobody's, and just removed, or somebody's.
+                Err(Errno::EXIST) => return Err(CgroupError::InUse { path }),
+                Err(error) => return Err(failed(error)),
+            }
+            let directory = open_directory(parent.as_fd(), name).map_err(failed)?;
+            flock(&directory, FlockOperation::NonBlockingLockExclusive).map_err(failed)?;
+            // Another's sweep may have come between; then there is a directory no more, and no file in it.
+            if open_file(directory.as_fd(), "cgroup.procs", OFlags::RDONLY).is_err() {
+                continue;
+            }
+            let parent = parent.try_clone().map_err(|error| CgroupError::File { path: path.clone(), error })?;
+            let cgroup = Self { parent, name: name.to_owned(), path: path.clone(), directory };
+            cgroup.limit(limits)?;
+            return Ok(cgroup);
+        }
+    }
+
+    /// For `CLONE_INTO_CGROUP`.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.directory.as_fd()
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// How many of its processes the kernel has killed because they reached the memory limit.
+    pub fn killed_for_memory(&self) -> u64 {
+        let events = self.read("memory.events").unwrap_or_default();
+        events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0)
+    }
+
+    fn limit(&self, limits: &Limits) -> Result<(), CgroupError> {
+        self.write("memory.max", &limits.memory.to_string())?;
+        // A guest's memory belongs in memory. A kernel that was built without swap has no such file.
+        match self.write("memory.swap.max", "0") {
+            Err(CgroupError::File { error, .. }) if error.kind() == io::ErrorKind::NotFound => {}
+            other => other?,
+        }
+        self.write("pids.max", &limits.pids.to_string())?;
+        if let Some(thousandths) = limits.cpu {
+            let quota = thousandths.saturating_mul(CPU_PERIOD / 1000);
+            self.write("cpu.max", &format!("{quota} {CPU_PERIOD}"))?;
+        }
+        if let Some(line) = &limits.io {
+            self.write("io.max", line)?;
+        }
+        Ok(())
+    }
+
+    fn write(&self, file: &str, text: &str) -> Result<(), CgroupError> {
+        let write = || rustix::io::write(open_file(self.directory.as_fd(), file, OFlags::WRONLY)?, text.as_bytes());
+        match write() {
+            Ok(_) => Ok(()),
+            Err(error) => Err(CgroupError::File { path: self.path.join(file), error: error.into() }),
+        }
+    }
+
+    fn read(&self, file: &str) -> io::Result<String> {
+        let file = open_file(self.directory.as_fd(), file, OFlags::RDONLY)?;
+        io::read_to_string(std::fs::File::from(file))
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        for _ in 0..EMPTY_TRIES {
+            // A reaped process is counted for an instant more. What stays, the next start's sweep removes.
+            match unlinkat(&self.parent, &self.name, AtFlags::REMOVEDIR) {
+                Err(Errno::BUSY) => std::thread::sleep(EMPTY_WAIT),
+                _ => return,
+            }
+        }
+    }
+}
+
+/// The cgroup that a process is in, where cgroups are v2 and we may know.
+pub fn of(pid: i32) -> Option<PathBuf> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    place::of_text(&text)
+}
+
+/// What bounds a cgroup and what it uses, as the kernel's files say it; what has no file is left out.
+pub fn figures(cgroup: &Path) -> Vec<(&'static str, String)> {
+    const FILES: [&str; 7] =
+        ["memory.max", "memory.swap.max", "memory.current", "pids.max", "pids.current", "cpu.max", "io.max"];
+    let read = |name| Some((name, std::fs::read_to_string(cgroup.join(name)).ok()?.trim().to_owned()));
+    FILES.into_iter().filter_map(read).collect()
+}
+
+/// The disk that a directory's files are on, as `MAJOR:MINOR`. Limits are the whole disk's, not a partition's.
+pub fn device_of(directory: &Path) -> Result<String, CgroupError> {
+    let failed = |error: io::Error| CgroupError::NoDisk { path: directory.to_owned(), error };
+    let device = rustix::fs::stat(directory).map_err(|error| failed(error.into()))?.st_dev;
+    let name = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    let block = Path::new("/sys/dev/block").join(&name).canonicalize().map_err(failed)?;
+    if !block.join("partition").exists() {
+        return Ok(name);
+    }
+    let disk = block.parent().unwrap_or(&block).join("dev");
+    Ok(std::fs::read_to_string(disk).map_err(failed)?.trim().to_owned())
+}
+
+/// What begins the name of a cgroup of ours.
+pub const PREFIX: &str = "bulkhead-";
+
+/// Removes cgroups of ours that nobody holds.
+fn sweep(parent: BorrowedFd<'_>) {
+    let Ok(entries) = rustix::fs::Dir::read_from(parent) else { return };
+    for entry in entries.flatten() {
+        let Ok(name) = entry.file_name().to_str() else { continue };
+        if !name.starts_with(PREFIX) {
+            continue;
+        }
+        if let Ok(directory) = open_directory(parent, name)
+            && flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok()
+        {
+            // One that still has a process stays.
+            let _ = unlinkat(parent, name, AtFlags::REMOVEDIR);
+        }
+    }
+}
+
+fn open_directory(parent: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Errno> {
+    open_beneath(parent, name, OFlags::RDONLY | OFlags::DIRECTORY)
+}
+
+fn open_file(directory: BorrowedFd<'_>, name: &str, flags: OFlags) -> Result<OwnedFd, Errno> {
+    open_beneath(directory, name, flags)
+}
+
+fn open_beneath(parent: BorrowedFd<'_>, name: &str, flags: OFlags) -> Result<OwnedFd, Errno> {
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
+    openat2(parent, name, flags | OFlags::CLOEXEC, Mode::empty(), resolve)
+}
