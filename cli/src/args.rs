@@ -151,7 +151,7 @@ mod tests {
     #[test]
     fn options_end_at_the_image() {
         let parsed = run(&["-m", "2G", "--cpu", "2", "busybox", "ls", "-m", "--rm", "-it"]).unwrap();
-        assert_eq!((parsed.memory, parsed.cpus, parsed.rm), (2 << 30, 2, false));
+        assert_eq!((parsed.memory, parsed.cpus.count, parsed.rm), (2 << 30, 2, false));
         assert_eq!(parsed.image_and_command().1, ["ls", "-m", "--rm", "-it"]);
         let parsed = run(&["busybox", "-m", "1G"]).unwrap();
         assert_eq!((parsed.memory, parsed.image_and_command().1.join(" ")), (1 << 30, "-m 1G".to_owned()));
@@ -185,7 +185,7 @@ mod tests {
         for words in [
             &["--cpus", "0", "x"][..],
             &["--cpus", "33", "x"],
-            &["--cpus", "1.5", "x"],
+            &["--cpus", "1.5.5", "x"],
             &["-m", "much", "x"],
             &["--timeout", "15", "x"],
             &["--name", "../x", "x"],
@@ -204,7 +204,10 @@ mod tests {
     fn what_is_wrong_fits_a_line() {
         let wrong_usage = |error: &clap::Error| wrong_usage(error, &["bulkhead".into(), "run".into()]);
         let said = |words: &[&str]| wrong_usage(&run(words).unwrap_err());
-        assert_eq!(said(&["--cpus", "1.5", "x"]), "invalid value '1.5' for '--cpus <N>': not a whole number");
+        assert_eq!(
+            said(&["--cpus", "two", "x"]),
+            "invalid value 'two' for '--cpus <N>': expected a number from 0.01 to 32 with at most three decimals"
+        );
         let said = said(&["--memroy", "4G", "x"]);
         assert_eq!(said, "unexpected argument '--memroy' found; tip: a similar argument exists: '--memory'");
         let none = wrong_usage(&run(&[]).unwrap_err());

@@ -85,6 +85,8 @@ pub(crate) struct Home(PathBuf);
 pub(crate) struct ProgramFiles {
     /// The VMM.
     pub(crate) vmm: PathBuf,
+    /// What confines it.
+    pub(crate) jailer: PathBuf,
     /// The initramfs archive of the guest agent.
     pub(crate) agent: PathBuf,
 }
@@ -126,7 +128,7 @@ impl ProgramFiles {
                 HomeError::NoProgramFile { name, places }
             })
         };
-        Ok(Self { vmm: find("bulkhead-vmm")?, agent: find("agent.cpio")? })
+        Ok(Self { vmm: find("bulkhead-vmm")?, jailer: find("bulkhead-jailer")?, agent: find("agent.cpio")? })
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! One program, two roles: the client, which is what a user starts, and the supervisor of a run, which a
 //! client starts and which owns the run.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod args;
 mod client;
@@ -15,7 +15,6 @@ mod frame;
 mod home;
 mod image;
 mod kernel;
-mod launch;
 mod preflight;
 mod signals;
 mod spec;
@@ -62,7 +61,7 @@ fn main() -> ExitCode {
         Command::Doctor(doctor) => commands::doctor::doctor(&doctor),
         Command::Completion(completion) => commands::completion::completion(&completion),
         Command::Stats { run } => commands::stats::stats(&run),
-        Command::Supervise { directory, artifacts } => supervisor::supervise(directory, artifacts).map(|()| 0),
+        Command::Supervise { directory, artifacts } => supervisor::supervise(&directory, artifacts).map(|()| 0),
     };
     terminal::restore();
     match result {

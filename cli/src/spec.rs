@@ -88,6 +88,8 @@ pub(crate) struct Machine {
     pub(crate) modules: Option<PathBuf>,
     /// The VMM's program file.
     pub(crate) vmm: PathBuf,
+    /// How the VMM is confined.
+    pub(crate) jail: Jail,
     /// Number of vCPUs.
     pub(crate) cpus: u8,
     /// Guest memory in bytes.
@@ -100,6 +102,38 @@ pub(crate) struct Machine {
     pub(crate) console: bool,
     /// More words for the kernel's command line.
     pub(crate) cmdline_extra: String,
+}
+
+/// How a VMM is confined.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Jail {
+    /// The jailer's program file.
+    pub(crate) jailer: PathBuf,
+    /// For root: the users of which the VMM becomes one.
+    pub(crate) users: String,
+    /// Whether there must be a cgroup.
+    pub(crate) require_cgroup: bool,
+    /// CPU time that the VMM may use, in thousandths of a CPU, if that is less than its vCPUs could.
+    pub(crate) cpu: Option<u64>,
+    /// Limits of the disk's traffic, as `io.max` has them.
+    pub(crate) io_max: Option<String>,
+    /// Parts that may be missing.
+    pub(crate) allow_unenforced: Vec<String>,
+}
+
+/// What came of it: the jail of a running VMM, as `jail.json` in the run's directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Jailed {
+    /// The VMM's process id on the host.
+    pub(crate) pid: i32,
+    /// When it started, as the kernel counts: another process may get the id later.
+    pub(crate) started: u64,
+    /// Its cgroup's directory, if it has one.
+    pub(crate) cgroup: Option<PathBuf>,
+    /// Parts of the jail that this host cannot give, each with the reason.
+    pub(crate) unenforced: Vec<(String, String)>,
 }
 
 /// The command of a run.
@@ -198,6 +232,14 @@ pub(crate) mod test {
                 initrds: vec!["/m".into()],
                 modules: None,
                 vmm: "/v".into(),
+                jail: Jail {
+                    jailer: "/j".into(),
+                    users: "1-2".into(),
+                    require_cgroup: false,
+                    cpu: None,
+                    io_max: None,
+                    allow_unenforced: vec![],
+                },
                 cpus: 1,
                 memory: 1 << 30,
                 disk: 1 << 28,

@@ -18,8 +18,10 @@ use serde::Serialize;
 
 use crate::events::Events;
 use crate::home::{Home, HomeError, at, make_directory, read_json};
-use crate::spec::{Phase, Spec, State};
+use crate::spec::{Jailed, Phase, Spec, State};
 
+/// In a run's directory: how its VMM is confined.
+const JAIL: &str = "jail.json";
 /// In a run's directory: what says that it goes when the run ends.
 const EPHEMERAL: &str = "ephemeral";
 /// In a run's directory: how it is.
@@ -225,6 +227,11 @@ impl RunDirectory {
         Ok(Listed { spec, state, directory: self })
     }
 
+    /// How its VMM is confined, if it has come so far.
+    pub(crate) fn jail(&self) -> Result<Jailed, HomeError> {
+        read_json(&self.0.join(JAIL))
+    }
+
     /// Writes the state: whole or not at all, and on the medium if `durable`. Also where the host's file system is
     /// full, since that is a state: then a file that has its room already is written over and put in its place.
     pub(crate) fn write_state(&self, state: &State, durable: bool) -> Result<(), HomeError> {
@@ -327,6 +334,11 @@ fn is_locked(path: &Path) -> bool {
         Err(error) => return error.kind() != io::ErrorKind::NotFound,
     };
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err()
+}
+
+/// Writes down how a VMM is confined.
+pub(crate) fn write_jail(directory: &Path, jailed: &Jailed) -> Result<(), HomeError> {
+    write_json(directory, JAIL, jailed, false)
 }
 
 /// Writes a JSON file whole or not at all.

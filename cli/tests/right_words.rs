@@ -156,16 +156,18 @@ fn the_doctor_says_what_is_missing_and_how_to_mend_it() {
         "user-namespaces",
         "cgroup",
         "landlock",
+        "seccomp",
         "userfaultfd",
         "memory",
         "programs",
+        "jail",
         "disk",
         "guest-kernel",
         "image",
     ];
     assert_eq!(names, all);
     assert!(checks.iter().all(|check| (check["verdict"] == "ok") == check["mend"].is_null()), "{report}");
-    assert_eq!(checks[11]["found"], "bare, broken, busybox");
+    assert_eq!(checks[13]["found"], "bare, broken, busybox");
     let lines = text(&place.output(&["doctor"]).stdout);
     assert_eq!(lines.lines().count(), all.len(), "a line a check: {lines}");
 
@@ -173,8 +175,8 @@ fn the_doctor_says_what_is_missing_and_how_to_mend_it() {
     std::fs::remove_file(place.path("lib/bulkhead/bulkhead-vmm")).unwrap();
     let output = place.output(&["doctor"]);
     assert_eq!(output.status.code(), Some(1));
-    let lines = text(&output.stdout);
-    for words in ["FAILED   programs", "bulkhead-vmm: not found in", "FAILED   image", "bulkhead image import"] {
+    let lines = text(&output.stdout).split_ascii_whitespace().collect::<Vec<_>>().join(" ");
+    for words in ["FAILED programs", "bulkhead-vmm: not found in", "FAILED image", "bulkhead image import"] {
         assert!(lines.contains(words), "{words}: {lines}");
     }
 }
@@ -226,4 +228,38 @@ fn a_policy_is_checked_and_explained() {
         assert!(words.iter().all(|word| wrong.contains(word)), "{given}: {wrong}");
         assert!(wrong.lines().all(|line| line.starts_with("bulkhead: ")), "{wrong}");
     }
+}
+
+#[test]
+fn a_run_that_lives_shows_what_its_process_has() {
+    let place = Place::new();
+    let (run, _lock) = place.run("00000002", 1 << 30);
+    let inspected = || -> Value {
+        let output = place.output(&["inspect", "box"]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()[0]["processes"].take()
+    };
+    assert_eq!(inspected(), json!([]), "no VMM yet");
+
+    // Given this process in the place of the VMM,
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let started: u64 = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap().parse().unwrap();
+    let missing = json!([["landlock", "the kernel has none"]]);
+    let jail = |started: u64| {
+        let jail = json!({"pid": std::process::id(), "started": started, "cgroup": null, "unenforced": missing});
+        std::fs::write(run.join("jail.json"), jail.to_string()).unwrap();
+    };
+    jail(started);
+    // then what the kernel says of it is shown,
+    let processes = inspected();
+    let process = &processes[0];
+    assert_eq!(process["pid"], json!(std::process::id()));
+    assert_eq!(process["uid"], json!(rustix::process::getuid().as_raw()));
+    assert_eq!((&process["namespaces"], &process["landlock"]), (&json!([]), &json!(false)));
+    assert_eq!(process["unenforced"], json!([{"part": "landlock", "why": "the kernel has none"}]));
+    let threads = process["threads"].as_array().unwrap();
+    assert!(threads.len() > 1 && threads.iter().all(|thread| thread["name"].is_string()), "{process}");
+    // and nothing of a process that has got its id meanwhile.
+    jail(started + 1);
+    assert_eq!(inspected(), json!([]));
 }

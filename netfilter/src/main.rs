@@ -1,30 +1,38 @@
-//! `bulkhead-netfilter`: one guest's network. A supervisor starts it, with the control socket as descriptor 3 and no
-//! argument.
+//! `bulkhead-netfilter`: one guest's network. The jailer starts it, with the control socket as descriptor 3 and no argument.
+//!
+//! It has its own `main`, so that the standard library's set-up does not run: that reads files of `/proc`, which the jail
+//! does not have.
+#![cfg_attr(not(test), no_main)]
 #![deny(unsafe_op_in_unsafe_fn)]
 
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::process::ExitCode;
 
 use netfilter::reactor;
 use netfilter_control::ControlSocket;
-use rustix::process::{Signal, set_parent_process_death_signal};
 
 /// Where the supervisor put the control socket.
 const CONTROL_FD: i32 = 3;
 
-fn main() -> ExitCode {
+/// What the C library calls. Returns the exit status.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub extern "C" fn main() -> libc::c_int {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => {
             eprintln!("bulkhead-netfilter: {error}");
-            ExitCode::FAILURE
+            1
         }
     }
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
-    // The supervisor's end is ours, even if it cannot say so. If it has ended already, the control socket tells.
-    set_parent_process_death_signal(Some(Signal::KILL))?;
+    // What it does not need, it cannot do, before anything of the guest's is looked at. The jailer has set no_new_privs; but
+    // nothing here depends on who started us.
+    rustix::thread::set_no_new_privs(true)?;
+    seccomp_lists::NETFILTER.install()?;
+    // A connection that is gone is an error of a write, and not our end.
+    // SAFETY: no other thread exists, and to ignore a signal runs no code.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     // SAFETY: nothing else in this process has opened or taken descriptor 3. If it is not open, or not a socket, the
     // first call on it fails.
     let control = ControlSocket::from_fd(unsafe { OwnedFd::from_raw_fd(CONTROL_FD) });

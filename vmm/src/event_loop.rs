@@ -10,6 +10,7 @@ use rustix::event::epoll;
 use vmm_control::{ControlError, ControlSocket, Event, Mark, Request, Stats, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::confine::{Program, confine};
 use crate::machine::{Console, Machine, VSOCK};
 use crate::mailbox::{Inbox, Mailbox, Message};
 use crate::serial::{BACKLOG, Serial};
@@ -87,6 +88,9 @@ impl EventLoop {
             let changes = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
             epoll::add(&poll, device.socket(), epoll::EventData::new_u64(FRAMES), changes)?;
         }
+        // The last thread exists, everything is set up, and nothing of the guest's has been looked at yet.
+        rustix::thread::set_name(c"vmm-main")?;
+        confine(Program::Main)?;
         let mut events = Vec::with_capacity(64);
         let reason = 'machine: loop {
             events.clear();

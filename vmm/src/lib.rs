@@ -6,6 +6,7 @@
 
 pub mod acpi;
 pub mod boot;
+pub mod confine;
 pub mod cpuid;
 pub mod event_loop;
 pub mod interrupt;

@@ -1,9 +1,12 @@
-//! `bulkhead-vmm`: one microVM. A supervisor starts it, with the control socket as descriptor 3 and no argument.
+//! `bulkhead-vmm`: one microVM. The jailer starts it, with the control socket as descriptor 3 and no argument.
+//!
+//! It has its own `main`, so that the standard library's set-up does not run: that reads files of `/proc`, which the
+//! jail does not have, and prepares a stack for a message about stack overflow, which here is a plain SIGSEGV.
+#![cfg_attr(not(test), no_main)]
 
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::process::ExitCode;
 
-use rustix::process::{Signal, set_parent_process_death_signal};
+use vmm::confine::{Program, confine};
 use vmm::event_loop::EventLoop;
 use vmm::machine;
 use vmm::mailbox::mailbox;
@@ -12,19 +15,25 @@ use vmm_control::{ControlSocket, Event, Request};
 /// Where the supervisor put the control socket.
 const CONTROL_FD: i32 = 3;
 
-fn main() -> ExitCode {
+/// What the C library calls. Returns the exit status.
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub extern "C" fn main() -> libc::c_int {
     match run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(error) => {
             eprintln!("bulkhead-vmm: {error}");
-            ExitCode::FAILURE
+            1
         }
     }
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
-    // The supervisor's end is ours, even if it cannot say so. If it has ended already, the control socket tells.
-    set_parent_process_death_signal(Some(Signal::KILL))?;
+    // The kernel would show the number of the descriptor that it was executed from.
+    rustix::thread::set_name(c"vmm-start")?;
+    confine(Program::Start)?;
+    // A client that is gone is an error of a write, and not our end.
+    // SAFETY: no other thread exists, and to ignore a signal runs no code.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     // SAFETY: nothing else in this process has opened or taken descriptor 3. If it is not open, or not a socket, the
     // first call on it fails.
     let control = ControlSocket::from_fd(unsafe { OwnedFd::from_raw_fd(CONTROL_FD) });

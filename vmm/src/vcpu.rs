@@ -15,6 +15,7 @@ use kvm_bindings::{CpuId, Msrs, kvm_cpuid_entry2};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_control::{ExitCounts, Mark, StopReason};
 
+use crate::confine::{Program, confine};
 use crate::layout;
 use crate::mailbox::{Mailbox, Message};
 use crate::serial::Serial;
@@ -137,6 +138,10 @@ struct Vcpu {
 
 impl Vcpu {
     fn run(self, mut fd: VcpuFd) {
+        if let Err(error) = confine(Program::Vcpu) {
+            self.mailbox.send(Message::Stop(StopReason::KvmFailed { error: format!("vCPU: seccomp: {error}") }));
+            return;
+        }
         let _armed = kick::arm(fd.get_kvm_run());
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
         let exits = &self.shared.exits;

@@ -1,9 +1,12 @@
 //! `bulkhead inspect`.
 
 use clap::Args;
-use serde_json::{Value, json};
+use jailer::{Part, Seen};
+use serde_json::{Map, Value, json};
 
 use super::{open_store, print};
+use crate::spec::Jailed;
+use crate::store::Listed;
 
 /// `bulkhead inspect`
 #[derive(Debug, Args)]
@@ -37,10 +40,56 @@ pub(crate) fn inspect(args: &Inspect) -> Result<u8, String> {
             "ended": run.state.ended,
             "directory": directory,
             "events": directory.join(crate::events::LOG),
+            "processes": processes(&run),
             "spec": run.spec,
         }));
     }
     let text = serde_json::to_string_pretty(&Value::Array(all)).map_err(|error| error.to_string())?;
     print(&format!("{text}\n"))?;
     Ok(0)
+}
+
+/// The jailed processes of a run that lives, as the kernel shows them now.
+fn processes(run: &Listed) -> Vec<Value> {
+    if !run.state.state.is_live() {
+        return Vec::new();
+    }
+    // It may just be starting, or ending.
+    let Ok(jailed) = run.directory.jail() else { return Vec::new() };
+    let is_it = || jailer::started(jailed.pid).is_ok_and(|started| started == jailed.started);
+    match Seen::of(jailed.pid) {
+        Ok(seen) if is_it() => vec![process("bulkhead-vmm", &jailed, &seen)],
+        _ => Vec::new(),
+    }
+}
+
+fn process(program: &str, jailed: &Jailed, seen: &Seen) -> Value {
+    let missing = |part: Part| jailed.unenforced.iter().find(|(name, _)| name == part.name());
+    let threads: Vec<Value> = seen
+        .threads
+        .iter()
+        .map(|thread| {
+            let mode = if thread.seccomp_filters > 0 { "filter" } else { "none" };
+            json!({ "name": thread.name, "seccomp": mode, "filters": thread.seccomp_filters })
+        })
+        .collect();
+    let limits: Map<String, Value> =
+        seen.limits.iter().map(|(name, value)| ((*name).to_owned(), value.as_str().into())).collect();
+    let unenforced: Vec<Value> =
+        jailed.unenforced.iter().map(|(part, why)| json!({ "part": part, "why": why })).collect();
+    json!({
+        "program": program,
+        "pid": jailed.pid,
+        "uid": seen.uid,
+        "namespaces": seen.namespaces,
+        "mounts": seen.mounts,
+        "descriptors": seen.descriptors,
+        "capabilities": format!("{:016x}", seen.capabilities),
+        "no_new_privs": seen.no_new_privs,
+        // The kernel shows it nowhere: this is what the jailer did, which else would have failed.
+        "landlock": missing(Part::Landlock).is_none(),
+        "threads": threads,
+        "cgroup": { "path": seen.cgroup, "ours": jailed.cgroup.is_some(), "limits": limits },
+        "unenforced": unenforced,
+    })
 }

@@ -5,12 +5,14 @@ pub(crate) mod cp;
 pub(crate) mod doctor;
 pub(crate) mod exec;
 pub(crate) mod inspect;
+pub(crate) mod jail;
 pub(crate) mod list;
 pub(crate) mod policy;
 mod process;
 mod resolve;
 pub(crate) mod rm;
 pub(crate) mod run;
+mod scope;
 pub(crate) mod stats;
 
 use std::io::{self, Write};

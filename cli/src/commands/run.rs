@@ -11,19 +11,20 @@ use std::time::Duration;
 
 use clap::Args;
 use guest::message::printable;
+use jailer::launch::{self, Lifetime};
 use serde::Serialize;
 use vmm_control::Stats;
 
 use super::process::{Process, check_terminal, split, warn_of_misplaced};
 use super::resolve::{check_host, make_spec};
+use super::scope::{self, Start};
 use super::{Format, print};
 use crate::client::{ClientError, Mode, attach};
 use crate::files::copy::{Guest, Inwards};
 use crate::files::pack::Owner;
 use crate::frame::{Frame, Request, Size};
 use crate::home::Home;
-use crate::launch::{self, Lifetime};
-use crate::spec::{Artifacts, Spec};
+use crate::spec::{Artifacts, Machine, Spec};
 use crate::store::{RunDirectory, Store};
 use crate::units::{parse_duration, parse_size};
 use crate::{FAILED, say, terminal};
@@ -44,9 +45,9 @@ pub(crate) struct Run {
     /// How the command runs.
     #[command(flatten)]
     pub(crate) process: Process,
-    /// Number of CPUs, 1 to 32
-    #[arg(long, visible_alias = "cpu", value_name = "N", default_value = "1", value_parser = cpus)]
-    pub(crate) cpus: u8,
+    /// Number of CPUs, up to 32; a part of one bounds the CPU time of all
+    #[arg(long, visible_alias = "cpu", value_name = "N", default_value = "1", value_parser = super::jail::cpus)]
+    pub(crate) cpus: super::jail::Cpus,
     /// Guest memory, at least 64M
     #[arg(short, long, value_name = "SIZE", default_value = DEFAULT_MEMORY, value_parser = parse_size)]
     pub(crate) memory: u64,
@@ -68,6 +69,9 @@ pub(crate) struct Run {
     /// What goes before the command in place of the image's entry point, whose command then does not count; "" for nothing
     #[arg(long, value_name = "COMMAND")]
     pub(crate) entrypoint: Option<String>,
+    /// How the VMM is confined.
+    #[command(flatten)]
+    pub(crate) jail: super::jail::Jail,
     /// Guest kernel [default: the newest]
     #[arg(long, value_name = "NAME")]
     pub(crate) kernel: Option<String>,
@@ -256,7 +260,7 @@ fn launch(
     let log = directory.path().join("supervisor.log");
     let log =
         OpenOptions::new().read(true).write(true).create(true).truncate(true).mode(0o600).open(log).map_err(text)?;
-    let started = start_supervisor(directory, &descriptors, log.try_clone().map_err(text)?);
+    let started = start_supervisor(directory, &spec.machine, &descriptors, log.try_clone().map_err(text)?);
     if let (Err(_), Some(artifacts)) = (&started, spec.artifacts.as_ref().filter(|artifacts| artifacts.own)) {
         let _ = std::fs::remove_dir(&artifacts.directory);
     }
@@ -284,14 +288,20 @@ fn last_words(log: &mut File) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-fn start_supervisor(directory: &RunDirectory, descriptors: &[BorrowedFd<'_>], log: File) -> io::Result<()> {
-    let mut arguments = vec![OsStr::new("supervise"), directory.path().as_os_str()];
-    if descriptors.len() > 2 {
-        arguments.push(OsStr::new("--artifacts"));
-    }
+fn start_supervisor(
+    directory: &RunDirectory,
+    machine: &Machine,
+    descriptors: &[BorrowedFd<'_>],
+    log: File,
+) -> io::Result<()> {
     let own = Path::new("/proc/self/exe").canonicalize()?;
+    let Start { program, mut arguments, environment } = scope::supervisor(&own, directory.path(), machine);
+    if descriptors.len() > 2 {
+        arguments.push("--artifacts".into());
+    }
+    let arguments: Vec<&OsStr> = arguments.iter().map(OsString::as_os_str).collect();
     // Nothing is written to its log but the last words of a supervisor that panics.
-    launch::start(&own, &arguments, descriptors, log, Lifetime::Own)?;
+    launch::start(&program, &arguments, &environment, descriptors, log, Lifetime::Own)?;
     Ok(())
 }
 
@@ -311,14 +321,6 @@ fn write_stats(path: &Path, stats: &Stats) -> Result<(), String> {
     let failed = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let text = serde_json::to_string(stats).map_err(|error| failed(&error))?;
     std::fs::write(path, text).map_err(|error| failed(&error))
-}
-
-fn cpus(text: &str) -> Result<u8, String> {
-    match text.parse::<u64>() {
-        Ok(n @ 1..=32) => u8::try_from(n).map_err(|e| e.to_string()),
-        Ok(n) => Err(format!("{n} is outside 1 to {}", vmm_control::MAX_VCPUS)),
-        Err(_) => Err("not a whole number".to_owned()),
-    }
 }
 
 fn label(text: &str) -> Result<(String, String), String> {

@@ -101,7 +101,7 @@ pub(super) fn cmdline() -> String {
 
 impl Builder {
     fn start(workplace: &Workplace, machine: &Machine) -> Result<Self, BuilderError> {
-        let place = workplace.path().to_owned();
+        let place = workplace.path().canonicalize().map_err(|error| MachineError::System("its directory", error))?;
         let vmm = Vmm::start(&place, machine, true)?;
         let (sender, events) = channel();
         let host_full = Arc::<AtomicBool>::default();

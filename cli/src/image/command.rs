@@ -14,7 +14,7 @@ use super::name;
 use super::progress::Progress;
 use super::source::Pick;
 use super::store::{Images, short};
-use crate::commands;
+use crate::commands::{self, jail::Jail};
 use crate::home::{Home, at};
 use crate::store::Store;
 use crate::units::{parse_size, show_size};
@@ -64,6 +64,9 @@ pub(crate) struct Import {
     /// Record that microVM's serial console, whose end errors then quote; slow
     #[arg(long, hide = true)]
     console: bool,
+    /// How the VMM is confined.
+    #[command(flatten)]
+    jail: Jail,
     /// Say nothing but the id and errors
     #[arg(short, long)]
     quiet: bool,
@@ -129,6 +132,7 @@ fn do_import(home: &Home, args: &Import) -> Result<u8, String> {
         size: args.disk,
         kernel: args.kernel.as_deref(),
         console: args.console,
+        jail: &args.jail,
         quiet: args.quiet,
     };
     let done = import(home, &order).map_err(|error| format!("cannot import {}: {error}", args.source.display()))?;

@@ -9,6 +9,7 @@ use super::record::{Origin, Record, VERSION};
 use super::source::{self, LayerStream, Pick, Source, SourceError};
 use super::store::{Begun, Images, Workplace};
 use crate::clock;
+use crate::commands::jail::{self, Jail};
 use crate::home::{Home, HomeError, ProgramFiles, at};
 use crate::preflight::{PreflightError, check_kernel, check_memory, open_kvm};
 use crate::spec::Machine;
@@ -49,6 +50,8 @@ pub(super) struct Order<'a> {
     pub(super) size: u64,
     pub(super) kernel: Option<&'a str>,
     pub(super) console: bool,
+    /// How the builder's VMM is confined.
+    pub(super) jail: &'a Jail,
     pub(super) quiet: bool,
 }
 
@@ -150,12 +153,13 @@ fn machine(home: &Home, workplace: &Workplace, order: &Order<'_>) -> Result<Mach
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(2);
     Ok(Machine {
         image: "builder".to_owned(),
-        image_file: workplace.path().join("empty.img"),
+        image_file: canonical(workplace.path())?.join("empty.img"),
         kernel_file: canonical(&kernel.vmlinux)?,
         initrds: vec![canonical(&kernel.modules)?, canonical(&files.agent)?],
         kernel: kernel.name,
         modules: None,
         vmm: canonical(&files.vmm)?,
+        jail: jail::resolve(order.jail, None, canonical(&files.jailer)?),
         cpus: u8::try_from(cpus).unwrap_or(1),
         memory: MEMORY,
         disk: order.size,

@@ -11,6 +11,11 @@ use crate::frame::Exit;
 use crate::spec::{Phase, State};
 use crate::units::show_duration;
 
+/// The reason where the kernel killed a VMM for its memory.
+const OUT_OF_MEMORY: &str = "out-of-memory";
+/// What that means.
+pub(super) const OUT_OF_MEMORY_IS: &str = "the VMM reached the memory limit of its cgroup, and the kernel killed it";
+
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Ending {
@@ -94,6 +99,13 @@ impl Ending {
     /// The VMM died.
     pub(super) fn vmm_died(id: &str, how: &str) -> Self {
         Self::fault(&format!("run {id}"), format!("its VMM ended unexpectedly ({how})"), true)
+    }
+
+    /// The kernel killed the VMM, because its cgroup had no more memory to give.
+    pub(super) fn out_of_memory(id: &str) -> Self {
+        let error = format!("run {id}: {OUT_OF_MEMORY}: {OUT_OF_MEMORY_IS}");
+        let reason = OUT_OF_MEMORY.to_owned();
+        Self { phase: Phase::Failed, reason, code: 125, error: Some(error), quote_console: false }
     }
 
     /// The agent could not go on.
@@ -204,6 +216,13 @@ mod tests {
         assert!(told.ends_with("\n  Kernel panic"), "{told}");
         assert!(ending.exit(None).error.unwrap().contains("--console"));
         assert!(!ending.is_orderly());
+    }
+
+    #[test]
+    fn a_vmm_without_memory_ends_with_a_reason_of_its_own() {
+        let ending = Ending::out_of_memory("8fc20000");
+        assert_eq!(ending.state(None).reason.as_deref(), Some("out-of-memory"));
+        assert!(ending.exit(None).error.unwrap().starts_with("run 8fc20000: out-of-memory: "));
     }
 
     #[test]

@@ -1,25 +1,27 @@
 //! The VMM of a run: its files, its process, its control socket.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Child;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use guest::host::Dial;
+use jailer::{Ended, Part};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
 use vmm_control::{Config, ControlError, ControlSocket, Disk, Event, MAX_CMDLINE, Request};
 
 use super::console;
+use super::ending::OUT_OF_MEMORY_IS;
+use super::jail::{self, Confined};
 use crate::home::HomeError;
-use crate::launch::{self, Lifetime};
 use crate::preflight::{PreflightError, open_kvm};
 use crate::spec::Machine;
-use crate::store::sync_directory;
+use crate::store::{sync_directory, write_jail};
 
 /// How long a VMM that does not read its control socket may hold us up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -55,6 +57,9 @@ pub(crate) enum MachineError {
         /// Its length.
         length: usize,
     },
+    /// The jail.
+    #[error(transparent)]
+    Jail(#[from] jail::ConfineError),
     /// The control socket.
     #[error(transparent)]
     Control(#[from] ControlError),
@@ -66,26 +71,23 @@ pub(crate) enum MachineError {
 /// A running VMM. Dropping it kills and reaps it.
 #[derive(Debug)]
 pub(crate) struct Vmm {
-    child: Child,
+    process: Confined,
     control: Arc<ControlSocket>,
     gone: Arc<AtomicBool>,
 }
 
 impl Vmm {
-    /// Makes a machine's disk in `directory`, to survive a crash of the host if `durable`, and starts its VMM. Call it on the main thread: the VMM is killed when the
-    /// thread that started it ends.
+    /// Makes a machine's disk in `directory`, to survive a crash of the host if `durable`, and starts its VMM. Call it on the
+    /// main thread: the VMM is killed when the thread that started it ends.
     pub(crate) fn start(directory: &Path, machine: &Machine, durable: bool) -> Result<Self, MachineError> {
         let config = config(machine)?;
         let (ours, theirs) = ControlSocket::pair()?;
         rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
             .map_err(|error| MachineError::System("control socket", error.into()))?;
         let errors = create(&directory.join("vmm.log"))?;
-        let child = launch::start(&machine.vmm, &[], &[theirs.as_fd()], errors, Lifetime::Parents)
-            .map_err(|error| MachineError::File { path: machine.vmm.clone(), error })?;
-        drop(theirs);
-        let vmm = Self { child, control: Arc::new(ours), gone: Arc::default() };
+        let starting = jail::start(machine, threads(&config), directory, theirs.as_fd(), errors)?;
 
-        // While the program is loaded.
+        // While the jail is built.
         let mut files: Vec<OwnedFd> = vec![open_kvm()?.into(), open(&machine.kernel_file)?];
         for initrd in &machine.initrds {
             files.push(open(initrd)?);
@@ -99,12 +101,23 @@ impl Vmm {
             files.push(console::record(directory).map_err(|error| MachineError::System("console.log", error))?);
         }
         let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let sent = ours.send(&Request::Start(config), &files);
+        // If it did not come so far as to receive, the jail knows why.
+        let process = starting.finish()?;
+        drop(theirs);
+        let record = process.record().map_err(|error| MachineError::System("the VMM", error))?;
+        write_jail(directory, &record)?;
         // That it is gone already, and how it ended, is for those to say who watch it.
-        match vmm.control.send(&Request::Start(config), &files) {
+        match sent {
             Err(ControlError::Closed) => {}
             sent => sent?,
         }
-        Ok(vmm)
+        Ok(Self { process, control: Arc::new(ours), gone: Arc::default() })
+    }
+
+    /// Parts of the jail that are missing, each with the reason.
+    pub(super) fn unenforced(&self) -> &[(Part, String)] {
+        self.process.unenforced()
     }
 
     /// Calls `then` for each event, and once with the error that ended them, on a thread of its own.
@@ -157,19 +170,32 @@ impl Vmm {
     pub(crate) fn reap(&mut self, patience: Duration) -> String {
         let deadline = Instant::now().checked_add(patience);
         loop {
-            match self.child.try_wait() {
-                Ok(Some(status)) => return status.to_string(),
+            match self.process.jailed.try_wait() {
+                Ok(Some(ended)) => return self.words(ended),
                 Ok(None) if deadline.is_some_and(|deadline| Instant::now() < deadline) => {
                     std::thread::sleep(Duration::from_millis(2));
                 }
                 Ok(None) => {
                     // It may end by itself just now: then this fails, and the wait below tells.
-                    let _ = self.child.kill();
-                    return self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+                    let _ = self.process.jailed.kill();
+                    return self
+                        .process
+                        .jailed
+                        .wait()
+                        .map_or_else(|error| error.to_string(), |ended| self.words(ended));
                 }
                 Err(error) => return error.to_string(),
             }
         }
+    }
+
+    /// Whether the kernel killed it because it reached its memory limit.
+    pub(super) fn ran_out_of_memory(&self) -> bool {
+        self.process.ran_out_of_memory()
+    }
+
+    fn words(&self, ended: Ended) -> String {
+        if self.ran_out_of_memory() { OUT_OF_MEMORY_IS.to_owned() } else { ended.to_string() }
     }
 }
 
@@ -227,6 +253,12 @@ fn config(machine: &Machine) -> Result<Config, MachineError> {
     })
 }
 
+/// The threads of a VMM that the configuration asks for: its vCPUs, and one for each queue of a disk.
+fn threads(config: &Config) -> u64 {
+    let queues = config.disks.iter().map(|disk| u64::from(disk.queues));
+    queues.fold(config.vcpus.into(), u64::saturating_add)
+}
+
 /// The kernel's command line. Nothing of the user's environment is in it: that goes to the agent.
 fn cmdline(console: bool, modules: bool, extra: &str) -> String {
     let mut words = vec![
@@ -281,23 +313,48 @@ fn make_layers(directory: &Path, machine: &Machine, durable: bool) -> Result<Vec
 }
 
 fn open(path: &Path) -> Result<OwnedFd, MachineError> {
-    File::open(path).map(OwnedFd::from).map_err(|error| MachineError::File { path: path.to_owned(), error })
+    open_plainly(path, OFlags::RDONLY).map_err(|error| MachineError::File { path: path.to_owned(), error })
 }
 
 fn create(path: &Path) -> Result<File, MachineError> {
-    OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path)
+    open_plainly(path, OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC)
+        .map(File::from)
         .map_err(|error| MachineError::File { path: path.to_owned(), error })
+}
+
+/// Opens what a path names, and nothing that a symbolic link leads to: the path was resolved when the run was made, and whoever
+/// puts a link there now has it followed with our rights.
+pub(super) fn open_plainly(path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
+    let mode = if flags.contains(OFlags::CREATE) { Mode::RUSR | Mode::WUSR } else { Mode::empty() };
+    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    openat2(CWD, path, flags | OFlags::CLOEXEC, mode, resolve).map_err(|error| match error {
+        Errno::LOOP => io::Error::other("a symbolic link on the way to it is not followed"),
+        error => error.into(),
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_link_in_a_path_is_refused_by_name() {
+        let place = tempfile::tempdir().unwrap();
+        let real = place.path().canonicalize().unwrap().join("real");
+        std::fs::create_dir(&real).unwrap();
+        let link = real.with_file_name("link");
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        create(&real.join("file")).unwrap();
+        open(&real.join("file")).unwrap();
+        for error in [create(&link.join("new")).unwrap_err(), open(&link.join("file")).unwrap_err()] {
+            let error = error.to_string();
+            assert!(
+                error.contains("/link/") && error.ends_with("a symbolic link on the way to it is not followed"),
+                "{error}"
+            );
+        }
+        assert!(!real.join("new").exists());
+    }
 
     #[test]
     fn the_command_line_names_a_console_only_if_there_is_one() {

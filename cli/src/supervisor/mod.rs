@@ -13,12 +13,13 @@ mod artifacts;
 mod connection;
 mod console;
 mod ending;
+pub(crate) mod jail;
 mod machine;
 mod serve;
 mod surroundings;
 
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
@@ -26,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use guest::host::{Agent, AgentError, Dial, Exec, Welcome};
 use guest::message::{ExitRecord, printable};
+use jailer::launch;
 use serde_json::json;
 use vmm_control::{ControlError, Event, Stats};
 
@@ -38,7 +40,6 @@ use crate::clock;
 use crate::events::{Events, LOG as EVENT_LOG};
 use crate::frame::{Frame, Request, Size};
 use crate::home::HomeError;
-use crate::launch;
 use crate::spec::{Phase, Spec, State};
 use crate::store::RunDirectory;
 
@@ -92,7 +93,7 @@ enum Happening {
 }
 
 /// Owns a run until its end. The process was given the client's connection and the run's lock.
-pub(crate) fn supervise(directory: PathBuf, artifacts: bool) -> Result<(), String> {
+pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String> {
     let number = if artifacts { 3 } else { 2 };
     let inherited = launch::inherited(number).map_err(|error| format!("not started by bulkhead run: {error}"))?;
     let mut inherited = inherited.into_iter();
@@ -100,6 +101,8 @@ pub(crate) fn supervise(directory: PathBuf, artifacts: bool) -> Result<(), Strin
         return Err("not started by bulkhead run".to_owned());
     };
     let artifacts = inherited.next();
+    // Links in it are the user's, and lead to where the runs are. From here on there are none.
+    let directory = directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
     let run = RunDirectory::at(directory);
     let spec = run.spec().map_err(|error| error.to_string())?;
     let events = Events::open(run.path(), !spec.ephemeral).map_err(|error| format!("{EVENT_LOG}: {error}"))?;
@@ -203,6 +206,9 @@ impl<'a> Supervision<'a> {
         how: Start<'_>,
     ) -> Result<Self, String> {
         let vmm = Vmm::start(run.path(), &spec.machine, !spec.ephemeral).map_err(|error| error.to_string())?;
+        for (part, why) in vmm.unenforced() {
+            how.events.add("jail.unenforced", json!({ "part": part.name(), "why": why }));
+        }
         let listener = run.listen().map_err(|error| error.to_string())?;
         // What follows happens while the guest boots.
         let start_timeout = Duration::from_millis(spec.start_timeout_ms);
@@ -370,6 +376,9 @@ impl<'a> Supervision<'a> {
 
     fn vmm_died(&mut self, error: &ControlError) -> Ending {
         let how = self.vmm.reap(REAP_PATIENCE);
+        if self.vmm.ran_out_of_memory() {
+            return Ending::out_of_memory(&self.spec.id);
+        }
         match error {
             // What it said before it died is the only cause that there is to know, and may go with the directory.
             ControlError::Closed => match console::tail(&self.run.path().join("vmm.log")) {

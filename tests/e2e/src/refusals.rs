@@ -25,7 +25,7 @@ pub(crate) const TESTS: &[Test] = &[
 ];
 
 /// Somebody of the host who has no rights.
-const NOBODY: u32 = 65_534;
+pub(crate) const NOBODY: u32 = 65_534;
 
 /// One line of ours that has these words, a status of 125, no standard output.
 fn assert_refused(output: &Output, words: &[&str]) {
@@ -46,9 +46,12 @@ fn assert_run_refused(bulkhead: &Bulkhead, arguments: &[&str], words: &[&str]) {
 fn wrong_words() {
     let bulkhead = Bulkhead::new();
     for (arguments, words) in [
-        (&["--cpus", "0", "busybox"][..], &["--cpus", "'0'", "outside 1 to 32"][..]),
-        (&["--cpus", "33", "busybox"], &["--cpus", "'33'", "outside 1 to 32"]),
-        (&["--cpus", "1.5", "busybox"], &["--cpus", "'1.5'", "not a whole number"]),
+        (&["--cpus", "0", "busybox"][..], &["--cpus", "'0'", "from 0.01 to 32"][..]),
+        (&["--cpus", "33", "busybox"], &["--cpus", "'33'", "from 0.01 to 32"]),
+        (&["--cpus", "two", "busybox"], &["--cpus", "'two'", "from 0.01 to 32"]),
+        (&["--io-max", "speed=1", "busybox"], &["--io-max", "'speed=1'", "rbps, wbps, riops, wiops"]),
+        (&["--users", "0-5", "busybox"], &["--users", "'0-5'", "FIRST-LAST"]),
+        (&["--allow-unenforced", "seccomp", "busybox"], &["'seccomp'", "namespaces, landlock, cgroup"]),
         (&["-m", "much", "busybox"], &["--memory", "'much'", "512M"]),
         (&["-m", "4X", "busybox"], &["--memory", "'4X'", "K, M, G or T"]),
         (&["-m", "0", "busybox"], &["--memory", "zero"]),
@@ -197,9 +200,14 @@ fn a_kvm_that_only_emulates() {
 
 /// A directory whose content goes with its mount. What is mounted in it is the real thing, so nothing here ever removes a
 /// file.
-struct Place(PathBuf);
+pub(crate) struct Place(PathBuf);
 
 impl Place {
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
     fn new() -> Self {
         let place = host::directory().keep();
         mount("place", &place, "tmpfs", MountFlags::empty(), Some(c"mode=755")).unwrap();
@@ -215,7 +223,7 @@ impl Drop for Place {
 }
 
 /// Everything that a run needs, where nobody may reach it: the client, and a state directory of theirs.
-fn for_nobody() -> (Place, PathBuf, PathBuf) {
+pub(crate) fn for_nobody() -> (Place, PathBuf, PathBuf) {
     let place = Place::new();
     let [programs, home] = ["programs", "home"].map(|name| place.0.join(name));
     // An image of which nothing is read before the device.

@@ -25,6 +25,7 @@ use super::chain::Chain;
 use super::device::Reset;
 use super::notify::wants_interrupt;
 use super::request::{ID_LENGTH, MAX_DESCRIPTORS, MAX_RANGE_SECTORS, MAX_RANGES, Outcome, Request, SECTOR, io_error};
+use crate::confine::{Program, confine};
 use crate::interrupt::Interrupt;
 use crate::mailbox::{Mailbox, Message};
 use crate::memory::Ram;
@@ -258,6 +259,11 @@ enum Pause {
 
 impl Server {
     fn run(mut self) {
+        if let Err(error) = confine(Program::Disk) {
+            let reason = StopReason::StorageFailed { disk: self.backing.index, error: format!("seccomp: {error}") };
+            self.backing.mailbox.send(Message::Stop(reason));
+            return;
+        }
         // One blocking read for each wake-up, for kicks and commands alike.
         while self.kick.read().is_ok() {
             add(&self.backing.counters.wakeups, 1);

@@ -1,17 +1,20 @@
 //! What there is to know of this host.
-#![allow(unsafe_code)]
 
 use std::fs::File;
 use std::path::Path;
 
-use rustix::fs::{Access, access, statvfs};
+use jailer::Seen;
+use jailer::cgroup::Place;
+use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
 
+use super::super::scope;
 use super::{Check, judge};
 use crate::home::{Home, ProgramFiles};
 use crate::image::Images;
 use crate::kernel::{self, host::HostKernel};
 use crate::preflight::{check_kernel, check_limits, open_kvm};
+use crate::supervisor::jail::try_out;
 
 /// Every check, in the order in which to mend things.
 pub(super) fn checks() -> Vec<Check> {
@@ -34,15 +37,22 @@ pub(super) fn checks() -> Vec<Check> {
         &read("/proc/sys/kernel/unprivileged_userns_clone"),
         &read("/proc/sys/kernel/apparmor_restrict_unprivileged_userns"),
     ));
-    checks.push(cgroup(&read("/proc/self/mounts"), &read("/proc/self/cgroup")));
-    checks.push(judge::landlock(landlock_abi()));
+    checks.push(judge::cgroup(root, Place::first(root), scope::has_manager()));
+    checks.push(judge::landlock(jailer::landlock_version().ok()));
+    checks.push(judge::seccomp(&read("/proc/sys/kernel/seccomp/actions_avail")));
     let device = File::options().read(true).write(true).open("/dev/userfaultfd").is_ok();
     checks.push(judge::userfaultfd(root || device, &read("/proc/sys/vm/unprivileged_userfaultfd")));
     checks.push(judge::memory(&read("/proc/meminfo")));
-    checks.push(match ProgramFiles::find() {
-        Ok(files) => Check::ok("programs", format!("{} and {}", files.vmm.display(), files.agent.display())),
-        Err(error) => Check::failed("programs", error.to_string(), "install bulkhead as a whole (make install)"),
-    });
+    match ProgramFiles::find() {
+        Ok(files) => {
+            let found = [&files.vmm, &files.jailer, &files.agent].map(|file| file.display().to_string());
+            checks.push(Check::ok("programs", found.join(", ")));
+            checks.push(judge::jail(try_jail(&files)));
+        }
+        Err(error) => {
+            checks.push(Check::failed("programs", error.to_string(), "install bulkhead as a whole (make install)"));
+        }
+    }
     match Home::find() {
         Ok(home) => checks.extend(state(&home)),
         Err(error) => {
@@ -76,23 +86,8 @@ fn images(home: &Home) -> Vec<String> {
     by_name.chain(nameless).chain(images.by_hand_names()).collect()
 }
 
-/// The cgroup that this process is in, and what it may do there.
-fn cgroup(mounts: &str, own: &str) -> Check {
-    let Some(point) = judge::cgroup_mount(mounts) else { return judge::cgroup(None) };
-    let own = own.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/").trim_start_matches('/');
-    let directory = Path::new(point).join(own);
-    let controllers = std::fs::read_to_string(directory.join("cgroup.controllers")).unwrap_or_default();
-    let writable = ["", "cgroup.procs", "cgroup.subtree_control"]
-        .iter()
-        .all(|file| access(directory.join(file), Access::WRITE_OK).is_ok());
-    judge::cgroup(Some((&directory, &controllers, writable)))
-}
-
-/// The version of Landlock's interface; nothing if the kernel has none, or has it switched off.
-fn landlock_abi() -> Option<i64> {
-    const VERSION: libc::c_uint = 1;
-    let (none, zero) = (std::ptr::null::<libc::c_void>(), 0_usize);
-    // SAFETY: with this flag the kernel reads nothing and only answers with a number.
-    let answer = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, zero, VERSION) };
-    (answer > 0).then_some(answer)
+/// Starts a VMM in the jail, and looks at it.
+fn try_jail(files: &ProgramFiles) -> Result<Seen, String> {
+    let resolved = |path: &Path| path.canonicalize().map_err(|error| format!("{}: {error}", path.display()));
+    try_out(&resolved(&files.jailer)?, &resolved(&files.vmm)?).map_err(|error| error.to_string())
 }

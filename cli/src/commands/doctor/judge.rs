@@ -1,6 +1,9 @@
 //! What the facts mean, and what to do about them. Pure.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+use jailer::cgroup::Unavailable;
+use jailer::{NAMESPACES, Part, Seen};
 
 use super::Check;
 use crate::units::show_size;
@@ -34,26 +37,28 @@ pub(super) fn kvm(opened: Result<(), String>, cpuinfo: &str) -> Check {
     let nested = if has("hypervisor") { "; nested: this host is a virtual machine itself" } else { "" };
     match opened {
         Ok(()) => Check::ok("kvm", format!("/dev/kvm can be opened for reading and writing; {kind}{nested}")),
-        // The message has the next step in it already.
-        Err(error) => match error.split_once("; ") {
-            Some((found, mend)) => Check::failed("kvm", found, mend),
-            None => Check::failed("kvm", error, "see dmesg"),
-        },
+        Err(error) => {
+            let (found, mend) = with_mend(error, "see dmesg");
+            Check::failed("kvm", found, mend)
+        }
     }
 }
 
+/// What the jail cannot do without, unless the user says so.
+fn missing_part(name: &'static str, part: Part, what: &str, mend: &str) -> Check {
+    Check::failed(name, format!("{what}: no run starts without --allow-unenforced {part}"), mend)
+}
+
+/// Root needs them as well, but is subject to fewer of the switches.
 pub(super) fn user_namespaces(root: bool, most: &str, debian: &str, apparmor: &str) -> Check {
     let name = "user-namespaces";
     let set = |text: &str, value: &str| text.trim() == value;
-    if root {
-        return Check::ok(name, "not needed by root");
-    }
-    let missing = |what: &str, mend: &str| {
-        Check::warning(name, format!("{what}: the jail of a run has one wall less"), format!("sudo sysctl -w {mend}"))
-    };
+    let missing =
+        |what: &str, mend: &str| missing_part(name, Part::Namespaces, what, &format!("sudo sysctl -w {mend}"));
     match () {
         () if most.is_empty() => missing("the kernel has none", "user.max_user_namespaces=65536"),
         () if set(most, "0") => missing("none are allowed", "user.max_user_namespaces=65536"),
+        () if root => Check::ok(name, "root may make them"),
         () if set(debian, "0") => missing("only root may make them", "kernel.unprivileged_userns_clone=1"),
         () if set(apparmor, "1") => {
             missing("AppArmor takes their rights away", "kernel.apparmor_restrict_unprivileged_userns=0")
@@ -62,47 +67,97 @@ pub(super) fn user_namespaces(root: bool, most: &str, debian: &str, apparmor: &s
     }
 }
 
-/// Where cgroup v2 is mounted.
-pub(super) fn cgroup_mount(mounts: &str) -> Option<&str> {
-    let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some("cgroup2"))?;
-    line.split(' ').nth(1)
-}
-
-/// Our own cgroup: its directory, its controllers, and whether we may make others below it.
-pub(super) fn cgroup(own: Option<(&Path, &str, bool)>) -> Check {
+/// Root's runs are always in a cgroup; an ordinary user's where it can be had, or where something that was asked for depends on
+/// it. `place` is where it would be made, with the controllers there; `manager` is whether a service manager makes a place.
+pub(super) fn cgroup(root: bool, place: Result<(PathBuf, String), Unavailable>, manager: bool) -> Check {
     let name = "cgroup";
-    let Some((directory, controllers, writable)) = own else {
-        return Check::warning(
-            name,
-            "cgroup v2 is not mounted: limits on memory and processes hold by construction alone",
-            "boot with systemd.unified_cgroup_hierarchy=1",
-        );
+    let lacks = |found: &str, mend: &str| {
+        if root {
+            missing_part(name, Part::Cgroup, found, mend)
+        } else {
+            let found = format!("{found}: limits on memory and processes hold by construction alone");
+            Check::warning(name, found, mend)
+        }
+    };
+    let (directory, controllers) = match place {
+        Err(Unavailable::NotDelegated { .. }) if manager => {
+            return Check::ok(name, "v2, in a scope that systemd-run --user makes where something depends on it");
+        }
+        Err(error) => {
+            let (found, mend) = with_mend(error.to_string(), "see dmesg");
+            return lacks(found.trim_start_matches("cgroup: "), &mend);
+        }
+        Ok(place) => place,
     };
     let has = |wanted: &&str| controllers.split_ascii_whitespace().any(|have| have == *wanted);
     let missing: Vec<&str> = ["cpu", "memory", "pids"].into_iter().filter(|wanted| !has(wanted)).collect();
     let directory = directory.display();
-    if !writable {
-        let mend = "start it in a scope of your own: systemd-run --user --scope -p Delegate=yes bulkhead ...";
-        return Check::warning(name, format!("v2, but {directory} is not delegated to this user"), mend);
-    }
     if missing.is_empty() {
-        Check::ok(name, format!("v2, delegated: {directory} with cpu, memory and pids"))
+        Check::ok(name, format!("v2, ours to divide: {directory} with cpu, memory and pids"))
     } else {
         let missing = missing.join(" and ");
         let mend =
             format!("have {missing} delegated: systemctl edit user@.service, [Service] Delegate=cpu memory pids");
-        Check::warning(name, format!("v2, delegated, but without {missing} in {directory}"), mend)
+        lacks(&format!("v2, but without {missing} in {directory}"), &mend)
     }
 }
 
-pub(super) fn landlock(abi: Option<i64>) -> Check {
+/// An error that has the next step after a semicolon, in two.
+fn with_mend(error: String, otherwise: &str) -> (String, String) {
+    match error.split_once("; ") {
+        Some((found, mend)) => (found.to_owned(), mend.to_owned()),
+        None => (error, otherwise.to_owned()),
+    }
+}
+
+pub(super) fn landlock(abi: Option<usize>) -> Check {
+    let name = "landlock";
     match abi {
-        Some(abi) => Check::ok("landlock", format!("ABI {abi}")),
-        None => Check::warning(
-            "landlock",
-            "the kernel has none, or has it switched off: the jail of a run has one wall less",
+        Some(abi @ 6..) => Check::ok(name, format!("ABI {abi}")),
+        Some(abi) => {
+            Check::ok(name, format!("ABI {abi}; from 6 on (Linux 6.12) it bounds signals and abstract sockets too"))
+        }
+        None => missing_part(
+            name,
+            Part::Landlock,
+            "the kernel has none, or has it off",
             "add landlock to the kernel's lsm= parameter",
         ),
+    }
+}
+
+/// `actions` is what the kernel's filters can do.
+pub(super) fn seccomp(actions: &str) -> Check {
+    if actions.split_ascii_whitespace().any(|action| action == "kill_process") {
+        Check::ok("seccomp", "filters that end the process")
+    } else {
+        let found = "the kernel's filters cannot end a process: no run starts";
+        Check::failed("seccomp", found, "boot a kernel with CONFIG_SECCOMP_FILTER")
+    }
+}
+
+/// What a VMM had in its jail, or why it came to nothing.
+pub(super) fn jail(tried: Result<Seen, String>) -> Check {
+    let name = "jail";
+    match tried {
+        Ok(seen) => {
+            let all = NAMESPACES.iter().all(|namespace| seen.namespaces.contains(namespace));
+            let filtered = seen.threads.iter().all(|thread| thread.seccomp_filters > 0);
+            if all && filtered && seen.capabilities == 0 && seen.no_new_privs {
+                let Seen { uid, .. } = seen;
+                let found = "no capabilities, no_new_privs, seccomp";
+                Check::ok(
+                    name,
+                    format!("a VMM was started in it: user {uid}, {} namespaces, {found}", NAMESPACES.len()),
+                )
+            } else {
+                Check::failed(name, format!("a VMM in it is not confined: {seen:?}"), "report this as a fault of ours")
+            }
+        }
+        Err(error) => {
+            let (found, mend) = with_mend(error, "see what is above, or install bulkhead as a whole (make install)");
+            Check::failed(name, found, mend)
+        }
     }
 }
 
@@ -163,6 +218,8 @@ pub(super) fn images(names: &[String], path: &Path) -> Check {
 
 #[cfg(test)]
 mod tests {
+    use jailer::Thread;
+
     use super::super::Verdict::{Failed, Ok as Good, Warning};
     use super::*;
 
@@ -186,26 +243,66 @@ mod tests {
     #[test]
     fn namespaces_may_be_forbidden_in_four_ways() {
         let check = |root, most, debian, apparmor| user_namespaces(root, most, debian, apparmor).verdict;
-        assert_eq!(check(true, "0", "0", "1"), Good);
+        assert_eq!(check(true, "0", "1", "0"), Failed);
+        assert_eq!(check(true, "9", "0", "1"), Good);
         assert_eq!(check(false, "65536\n", "", ""), Good);
         assert_eq!(check(false, "65536\n", "1\n", "0\n"), Good);
         for (most, debian, apparmor) in [("", "", ""), ("0\n", "", ""), ("9\n", "0\n", ""), ("9\n", "1\n", "1\n")] {
             let check = user_namespaces(false, most, debian, apparmor);
-            assert_eq!(check.verdict, Warning);
+            assert_eq!(check.verdict, Failed);
+            assert!(check.found.ends_with("no run starts without --allow-unenforced namespaces"), "{check:?}");
             assert!(check.mend.unwrap().starts_with("sudo sysctl -w "));
         }
     }
 
     #[test]
     fn a_cgroup_is_delegated_with_what_it_takes() {
-        let mounts = "proc /proc proc rw 0 0\ncgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n";
-        assert_eq!(cgroup_mount(mounts), Some("/sys/fs/cgroup"));
-        assert_eq!(cgroup_mount("cgroup /sys/fs/cgroup/cpu cgroup rw 0 0\n"), None);
-        let at = Path::new("/sys/fs/cgroup/x");
-        assert_eq!(cgroup(Some((at, "cpu io memory pids\n", true))).verdict, Good);
-        assert!(cgroup(Some((at, "memory pids", true))).found.contains("without cpu"));
-        assert!(cgroup(Some((at, "cpu memory pids", false))).mend.unwrap().contains("systemd-run --user --scope"));
-        assert_eq!(cgroup(None).verdict, Warning);
+        let judged = |root, controllers: &str| cgroup(root, Ok(("/sys/fs/cgroup/x".into(), controllers.into())), false);
+        assert_eq!(judged(false, "cpu io memory pids\n").verdict, Good);
+        assert!(judged(false, "memory pids").found.contains("without cpu"));
+        let theirs = || Err(Unavailable::NotDelegated { path: "/x".into() });
+        let check = cgroup(false, theirs(), false);
+        assert_eq!(check.verdict, Warning);
+        assert!(check.found.starts_with("/x is not delegated to this user: "), "{check:?}");
+        assert!(check.mend.unwrap().contains("systemd-run --user --scope"));
+        assert_eq!(cgroup(false, theirs(), true).verdict, Good);
+        let old = || Err(Unavailable::Version("v1 and v2 side by side (hybrid)"));
+        assert_eq!(cgroup(false, old(), true).verdict, Warning);
+        // Root's runs need one.
+        let check = cgroup(true, old(), false);
+        assert!(check.found.contains("hybrid") && check.found.contains("--allow-unenforced cgroup"), "{check:?}");
+        assert!(check.verdict == Failed && check.mend.unwrap().contains("systemd.unified_cgroup_hierarchy=1"));
+        assert!(judged(true, "cpu").found.contains("--allow-unenforced cgroup"));
+    }
+
+    #[test]
+    fn a_jail_is_told_from_what_is_none() {
+        let thread = |seccomp_filters| Thread { name: "x".into(), seccomp_filters };
+        let jailed = Seen {
+            uid: 1000,
+            no_new_privs: true,
+            capabilities: 0,
+            namespaces: NAMESPACES.to_vec(),
+            descriptors: Some(4),
+            mounts: Some(vec!["none / tmpfs".into()]),
+            threads: vec![thread(2)],
+            cgroup: None,
+            limits: vec![],
+        };
+        assert_eq!(jail(Ok(jailed.clone())).verdict, Good);
+        for wrong in [
+            Seen { no_new_privs: false, ..jailed.clone() },
+            Seen { capabilities: 1, ..jailed.clone() },
+            Seen { namespaces: vec!["mnt"], ..jailed.clone() },
+            Seen { threads: vec![thread(2), thread(0)], ..jailed.clone() },
+        ] {
+            assert_eq!(jail(Ok(wrong)).verdict, Failed);
+        }
+        let refused = jail(Err("jail: clone3: not permitted; sysctl -w x=1".into()));
+        assert_eq!(
+            (refused.found.as_str(), refused.mend.as_deref()),
+            ("jail: clone3: not permitted", Some("sysctl -w x=1"))
+        );
     }
 
     #[test]
@@ -217,7 +314,10 @@ mod tests {
         assert_eq!(disk(at, Ok(1 << 40)).verdict, Good);
         assert_eq!(disk(at, Ok(1 << 20)).verdict, Warning);
         assert_eq!(disk(at, Err("no".into())).verdict, Failed);
-        assert_eq!(landlock(None).verdict, Warning);
+        assert_eq!(landlock(None).verdict, Failed);
+        assert!(landlock(Some(1)).found.contains("from 6 on"));
+        assert_eq!(seccomp("kill_thread trap errno allow\n").verdict, Failed);
+        assert_eq!(seccomp("kill_process kill_thread trap errno allow\n").verdict, Good);
         assert_eq!(landlock(Some(6)).found, "ABI 6");
         assert_eq!(userfaultfd(false, "1\n").verdict, Good);
         assert_eq!(userfaultfd(false, "0\n").verdict, Warning);

@@ -1,0 +1,283 @@
+//! The jail of a run's VMM: who it becomes, what it may have, and what of that this host cannot give.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use jailer::cgroup::{self, Cgroup, CgroupError, Controller, Place};
+use jailer::users::{self, Lease, Users, UsersError};
+use jailer::{Jail, JailError, Jailed, Limits, Part, Request, Seen, Starting, Target};
+use rustix::fs::OFlags;
+use rustix::process::{getegid, geteuid};
+
+use super::machine::open_plainly;
+use crate::spec::{self, Machine};
+
+/// Descriptors of a VMM: a socket for each of 1,024 connections; files, eventfds and epoll sets are far fewer than the rest.
+const DESCRIPTORS: u64 = 2048;
+/// Memory of the VMM itself, beside the guest's: buffers of the sockets, 256 KiB for each connection that a client can
+/// have us make; stacks; the index of the disk.
+const VMM_MEMORY: u64 = 128 << 20;
+/// What the kernel keeps for each byte of guest memory: page tables, ours and those of the guest's addresses.
+const PAGE_TABLES: u64 = 256;
+/// Page cache of the disk. Without it every write waits for the disk: half the speed.
+const BLOCK_CACHE: u64 = 64 << 20;
+/// Threads beside vCPUs and disk queues: the event loop, and KVM's own that recovers huge pages (Linux 6.13).
+const OTHER_THREADS: u64 = 2;
+
+/// Why a VMM could not be confined.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ConfineError {
+    /// The users of root's runs.
+    #[error(transparent)]
+    Users(#[from] UsersError),
+    /// A cgroup that something asked for depends on.
+    #[error("{error} (needed for {why}; --allow-unenforced cgroup starts without)")]
+    Cgroup {
+        /// What is wrong.
+        error: CgroupError,
+        /// What depends on it.
+        why: &'static str,
+    },
+    /// The VMM's program file.
+    #[error("{path}: {error}", path = path.display())]
+    Program {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+    /// A part that is not known.
+    #[error("--allow-unenforced {0:?}: no such part")]
+    Part(String),
+    /// The jail itself.
+    #[error(transparent)]
+    Jail(#[from] JailError),
+}
+
+/// A VMM in its jail, and what it holds on the host.
+#[derive(Debug)]
+pub(super) struct Confined {
+    // In this order: the cgroup is empty and the user free when the process is gone.
+    pub(super) jailed: Jailed,
+    cgroup: Option<Cgroup>,
+    _user: Option<Lease>,
+    /// Parts of the jail that are missing, and why.
+    unenforced: Vec<(Part, String)>,
+}
+
+impl Confined {
+    /// For the record.
+    pub(super) fn record(&self) -> io::Result<spec::Jailed> {
+        let pid = self.jailed.pid();
+        Ok(spec::Jailed {
+            pid,
+            started: jailer::started(pid)?,
+            cgroup: self.cgroup.as_ref().map(|cgroup| cgroup.path().to_owned()),
+            unenforced: self.unenforced.iter().map(|(part, why)| (part.to_string(), why.clone())).collect(),
+        })
+    }
+
+    /// Parts of the jail that are missing, each with the reason.
+    pub(super) fn unenforced(&self) -> &[(Part, String)] {
+        &self.unenforced
+    }
+
+    /// Whether the kernel killed the VMM because it reached its memory limit.
+    pub(super) fn ran_out_of_memory(&self) -> bool {
+        self.cgroup.as_ref().is_some_and(|cgroup| cgroup.killed_for_memory() > 0)
+    }
+}
+
+/// A jail that is being built.
+#[derive(Debug)]
+pub(super) struct Confining<'a> {
+    plan: Plan<'a>,
+    starting: Starting,
+}
+
+/// Everything that a start needs. A second try, without a part that the user can do without, needs it again.
+#[derive(Debug)]
+struct Plan<'a> {
+    jailer: &'a Path,
+    request: Request,
+    program: OwnedFd,
+    control: BorrowedFd<'a>,
+    errors: File,
+    cgroup: Option<Cgroup>,
+    user: Option<Lease>,
+    allowed: Vec<Part>,
+    unenforced: Vec<(Part, String)>,
+}
+
+/// Starts a machine's VMM in its jail, with `control` as its one descriptor and `threads` for vCPUs and disks. Call it on the
+/// main thread: the VMM is killed when the thread that started it ends.
+pub(super) fn start<'a>(
+    machine: &'a Machine,
+    threads: u64,
+    directory: &Path,
+    control: BorrowedFd<'a>,
+    errors: File,
+) -> Result<Confining<'a>, ConfineError> {
+    let threads = threads.saturating_add(OTHER_THREADS);
+    let root = geteuid().is_root();
+    let user = if root { Some(lease(machine.jail.users.parse()?)?) } else { None };
+    let (uid, gid) = identity(user.as_ref());
+    let allowed = machine.jail.allow_unenforced.iter();
+    let allowed: Result<Vec<Part>, _> =
+        allowed.map(|name| Part::from_name(name).ok_or_else(|| ConfineError::Part(name.clone()))).collect();
+    let mut plan = Plan {
+        jailer: &machine.jail.jailer,
+        request: Request {
+            target: Target::Vmm,
+            uid,
+            gid,
+            limits: limits(machine, threads),
+            cgroup: false,
+            without: Vec::new(),
+        },
+        program: open_program(&machine.vmm)?,
+        control,
+        errors,
+        cgroup: None,
+        user,
+        allowed: allowed?,
+        unenforced: Vec::new(),
+    };
+    match make_cgroup(machine, threads, directory, root) {
+        Ok(cgroup) => plan.cgroup = Some(cgroup),
+        Err(error) => match needs_cgroup(machine).filter(|_| !plan.allowed.contains(&Part::Cgroup)) {
+            Some(why) => return Err(ConfineError::Cgroup { error, why }),
+            None => plan.unenforced.push((Part::Cgroup, error.to_string())),
+        },
+    }
+    plan.request.cgroup = plan.cgroup.is_some();
+    Ok(Confining { starting: plan.start()?, plan })
+}
+
+impl Plan<'_> {
+    fn start(&self) -> Result<Starting, ConfineError> {
+        let errors = self.errors.try_clone().map_err(JailError::Report)?;
+        let jail = Jail {
+            jailer: self.jailer,
+            request: &self.request,
+            program: self.program.as_fd(),
+            control: self.control,
+            errors,
+            cgroup: self.cgroup.as_ref().map(Cgroup::descriptor),
+        };
+        Ok(jail.start()?)
+    }
+}
+
+impl Confining<'_> {
+    /// Waits until the VMM runs, or until it is known why it does not.
+    ///
+    /// Where this host cannot give a part that the user can do without, it starts again without it.
+    pub(super) fn finish(self) -> Result<Confined, ConfineError> {
+        let Self { mut plan, mut starting } = self;
+        let jailed = loop {
+            let error = match starting.finish() {
+                Ok(jailed) => break jailed,
+                Err(error) => error,
+            };
+            let left_out = |part: &Part| plan.unenforced.iter().any(|(other, _)| other == part);
+            match error.part().filter(|part| plan.allowed.contains(part) && !left_out(part)) {
+                Some(part) => {
+                    plan.unenforced.push((part, error.to_string()));
+                    plan.request.without.push(part);
+                    plan.cgroup.take_if(|_| part == Part::Cgroup);
+                    plan.request.cgroup = plan.cgroup.is_some();
+                    starting = plan.start()?;
+                }
+                None => return Err(error.into()),
+            }
+        };
+        Ok(Confined { jailed, cgroup: plan.cgroup, _user: plan.user, unenforced: plan.unenforced })
+    }
+}
+
+/// Starts a VMM in the jail to see what the kernel says of it, and ends it: it is given no machine. Without a cgroup, since
+/// one for a run may be made elsewhere.
+pub(crate) fn try_out(jailer: &Path, vmm: &Path) -> Result<Seen, ConfineError> {
+    let user = if geteuid().is_root() { Some(lease(users::DEFAULT)?) } else { None };
+    let (uid, gid) = identity(user.as_ref());
+    let limits = Limits { descriptors: DESCRIPTORS, threads: 4, memory: VMM_MEMORY, file_size: 0 };
+    let request = Request { target: Target::Vmm, uid, gid, limits, cgroup: false, without: Vec::new() };
+    let program = open_program(vmm)?;
+    // It waits for a machine on its end until ours is closed.
+    let (_ours, theirs) = UnixStream::pair().map_err(JailError::Report)?;
+    let errors = File::options().write(true).open("/dev/null").map_err(JailError::Report)?;
+    let control = theirs.as_fd();
+    let jail = Jail { jailer, request: &request, program: program.as_fd(), control, errors, cgroup: None };
+    let jailed = jail.start()?.finish()?;
+    Seen::of(jailed.pid()).map_err(|error| JailError::Report(error).into())
+}
+
+/// The user and group of a VMM.
+fn identity(user: Option<&Lease>) -> (u32, u32) {
+    match user {
+        Some(user) => (user.id(), user.id()),
+        None => (geteuid().as_raw(), getegid().as_raw()),
+    }
+}
+
+fn lease(users: Users) -> Result<Lease, UsersError> {
+    Lease::take(users::LEASES.as_ref(), users, std::process::id())
+}
+
+/// What a machine's VMM can need at most.
+fn limits(machine: &Machine, threads: u64) -> Limits {
+    Limits {
+        descriptors: DESCRIPTORS,
+        threads,
+        memory: machine.memory.saturating_add(VMM_MEMORY),
+        // The data of a layer is as long as the disk; nothing that a VMM writes is longer.
+        file_size: machine.disk,
+    }
+}
+
+/// What depends on a cgroup.
+fn needs_cgroup(machine: &Machine) -> Option<&'static str> {
+    let jail = &machine.jail;
+    [
+        (jail.io_max.is_some(), "--io-max"),
+        (jail.cpu.is_some(), "--cpus with a part of a CPU"),
+        (jail.require_cgroup, "--require-cgroup, which root's runs have"),
+    ]
+    .into_iter()
+    .find_map(|(needed, why)| needed.then_some(why))
+}
+
+fn make_cgroup(machine: &Machine, threads: u64, directory: &Path, root: bool) -> Result<Cgroup, CgroupError> {
+    let jail = &machine.jail;
+    let wanted = [
+        Some(Controller::Memory),
+        Some(Controller::Pids),
+        jail.cpu.map(|_| Controller::Cpu),
+        jail.io_max.as_ref().map(|_| Controller::Io),
+    ];
+    let controllers: Vec<Controller> = wanted.into_iter().flatten().collect();
+    let io = match &jail.io_max {
+        Some(limits) => Some(format!("{} {limits}", cgroup::device_of(directory)?)),
+        None => None,
+    };
+    let memory = machine.memory;
+    let limits = cgroup::Limits {
+        memory: [memory, memory / PAGE_TABLES, VMM_MEMORY, BLOCK_CACHE].into_iter().fold(0, u64::saturating_add),
+        pids: threads,
+        cpu: jail.cpu,
+        io,
+    };
+    let place = Place::find(root, &controllers)?;
+    // The run's id, or what stands in its place.
+    let name = directory.file_name().and_then(OsStr::to_str).unwrap_or("other");
+    Cgroup::create(&place, &format!("{}{name}", cgroup::PREFIX), &limits)
+}
+
+fn open_program(path: &Path) -> Result<OwnedFd, ConfineError> {
+    open_plainly(path, OFlags::RDONLY).map_err(|error| ConfineError::Program { path: path.to_owned(), error })
+}
