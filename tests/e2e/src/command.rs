@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::host;
+use crate::processes::what_they_do;
 
 /// Long enough for a guest under emulation on a loaded machine; a test that hangs ends here.
 fn deadline() -> Duration {
@@ -129,7 +130,8 @@ impl Running {
                 self.ended = true;
                 return status;
             }
-            assert!(Instant::now() < deadline, "process {} did not end in {:?}", self.child.id(), self::deadline());
+            let (id, limit) = (self.child.id(), self::deadline());
+            assert!(Instant::now() < deadline, "process {id} did not end in {limit:?}: {}", what_they_do());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -176,7 +178,7 @@ pub(crate) fn output_written(
 pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + deadline();
     while !condition() {
-        assert!(Instant::now() < deadline, "{what}: not within {:?}", self::deadline());
+        assert!(Instant::now() < deadline, "{what}: not within {:?}: {}", self::deadline(), what_they_do());
         std::thread::sleep(Duration::from_millis(20));
     }
 }

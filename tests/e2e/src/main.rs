@@ -137,7 +137,7 @@ fn one(name: &str) -> Result<(), Failed> {
         progress.add(name);
         return Ok(());
     }
-    let mut text = vec![0; 64 << 10];
+    let mut text = vec![0; 256 << 10];
     let read = std::os::unix::fs::FileExt::read_at(&log, &mut text, 0)?;
     let what = status.map_or_else(|| format!("still running after {deadline:?}"), |status| status.to_string());
     let why = format!("{what}\n{}", String::from_utf8_lossy(&text[..read]));

@@ -94,3 +94,29 @@ pub(crate) fn vmm(bulkhead: &Bulkhead) -> Process {
 pub(crate) fn none_left(bulkhead: &Bulkhead) {
     until("the end of all processes", || all(bulkhead).is_empty());
 }
+
+/// What every process of ours is doing, for whoever has to find out why a test hangs: of each thread its state, its CPU time
+/// and where in the kernel it is, and of each run its events.
+pub(crate) fn what_they_do() -> String {
+    let programs = host::program("").canonicalize().unwrap();
+    let mut text = String::new();
+    for process in fs::read_dir("/proc").unwrap().filter_map(|entry| Some(entry.ok()?.path())) {
+        if !fs::read_link(process.join("exe")).is_ok_and(|exe| exe.starts_with(&programs)) {
+            continue;
+        }
+        let read = |path: PathBuf| String::from_utf8_lossy(&fs::read(path).unwrap_or_default()).into_owned();
+        let arguments = read(process.join("cmdline"));
+        text += &format!("\n{}: {}\n", process.display(), arguments.replace('\0', " "));
+        for thread in
+            fs::read_dir(process.join("task")).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()))
+        {
+            let [stat, call, stack] = ["stat", "syscall", "stack"].map(|file| read(thread.join(file)));
+            let place: Vec<_> = stack.lines().filter_map(|line| line.split_whitespace().nth(1)).collect();
+            text += &format!("  {} | {} | {}\n", stat.trim(), call.trim(), place.join(" "));
+        }
+        if let Some((_, directory)) = arguments.split_once("\0supervise\0") {
+            text += &read(Path::new(directory.split('\0').next().unwrap()).join("events.jsonl"));
+        }
+    }
+    text
+}
