@@ -11,7 +11,7 @@ trap 'rm -rf "$work"' EXIT
 cp "$kernel"/{vmlinux,modules.cpio} "$BULKHEAD_DIST/lib/bulkhead/agent.cpio" "$work/"
 
 # What the supervisor gives a guest without console (cli/src/supervisor/machine.rs); the agent's own file name would do.
-cmdline="8250.nr_uarts=0 quiet loglevel=0 reboot=t panic=-1 pci=off cryptomgr.notests random.trust_cpu=on tsc=reliable"
+cmdline="8250.nr_uarts=0 quiet loglevel=0 reboot=t panic=-1 oops=panic pci=off cryptomgr.notests random.trust_cpu=on tsc=reliable"
 
 # Input that never comes and never ends.
 mkfifo "$work/silence"

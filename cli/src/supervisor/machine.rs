@@ -268,6 +268,8 @@ fn cmdline(console: bool, modules: bool, extra: &str) -> String {
         if console { "loglevel=6" } else { "quiet loglevel=0" },
         // A reset is a triple fault: the one exit that needs no device. A panic resets at once.
         "reboot=t panic=-1",
+        // A kernel that has found itself at fault is not trusted to go on, or the run would hang with nothing said.
+        "oops=panic",
         // There is no PCI: not to look for it saves hundreds of exits.
         "pci=off",
         // Self-tests of the crypto code cost a noticeable part of the boot.

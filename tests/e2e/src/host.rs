@@ -7,7 +7,7 @@ use vmm_control::Config;
 
 /// The words that `bulkhead run` gives every kernel, without a console.
 pub(crate) const CMDLINE: &str =
-    "8250.nr_uarts=0 quiet reboot=t panic=-1 pci=off cryptomgr.notests random.trust_cpu=on tsc=reliable";
+    "8250.nr_uarts=0 quiet reboot=t panic=-1 oops=panic pci=off cryptomgr.notests random.trust_cpu=on tsc=reliable";
 
 fn from_environment(name: &str) -> PathBuf {
     PathBuf::from(std::env::var_os(name).unwrap_or_else(|| panic!("{name} is not set; `make test` sets it")))
