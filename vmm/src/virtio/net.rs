@@ -82,6 +82,16 @@ enum Sent {
     Later,
 }
 
+/// What the socket had for the guest.
+enum Taken {
+    /// A frame of this length, in the buffer.
+    Frame(usize),
+    /// Something of a length that no frame has.
+    Unfit,
+    /// Nothing.
+    Nothing,
+}
+
 impl Net {
     /// Number of queues.
     pub const QUEUES: usize = QUEUE_SIZES.len();
@@ -236,7 +246,14 @@ impl Frames {
     fn receive(&mut self, ram: &Ram, queue: &mut Queue) -> Result<Served, Broken> {
         let mut used = false;
         for _ in 0..BUDGET {
-            let Some(length) = self.take() else { return served(ram, queue, used, false) };
+            let length = match self.take() {
+                Taken::Frame(length) => length,
+                Taken::Unfit => {
+                    self.drop_frame();
+                    continue;
+                }
+                Taken::Nothing => return served(ram, queue, used, false),
+            };
             // While no frame waits, a buffer more is no reason to kick us.
             let Some(head) = next(ram, queue)? else { return served(ram, queue, used, false) };
             let mut buffer = GuestBuffer::default();
@@ -266,19 +283,25 @@ impl Frames {
         served(ram, queue, used, true)
     }
 
-    /// The length of the frame that waits, or of the next one from the socket.
-    fn take(&mut self) -> Option<usize> {
-        while self.waiting.is_none() {
+    /// The frame that waits, or the next one from the socket. One datagram at most, so that what is no frame uses up the
+    /// budget as well.
+    fn take(&mut self) -> Taken {
+        if let Some(length) = self.waiting {
+            return Taken::Frame(length);
+        }
+        loop {
             match recv(&self.socket, &mut *self.buffer, RecvFlags::DONTWAIT) {
                 // An end, as an error, is forever.
-                Ok((0, _)) => return None,
-                Ok((length, _)) if (ETHERNET..=MAX_FRAME).contains(&length) => self.waiting = Some(length),
-                Ok(_) => self.drop_frame(),
+                Ok((0, _)) => return Taken::Nothing,
+                Ok((length, _)) if (ETHERNET..=MAX_FRAME).contains(&length) => {
+                    self.waiting = Some(length);
+                    return Taken::Frame(length);
+                }
+                Ok(_) => return Taken::Unfit,
                 Err(Errno::INTR) => {}
-                Err(_) => return None,
+                Err(_) => return Taken::Nothing,
             }
         }
-        self.waiting
     }
 
     fn drop_frame(&mut self) {

@@ -161,6 +161,18 @@ fn what_is_no_frame_is_dropped_and_counted() {
 }
 
 #[test]
+fn a_filter_that_sends_no_frames_cannot_keep_us_busy() {
+    let mut rig = Rig::new();
+    for _ in 0..BUDGET + 1 {
+        rig.tell(&pattern(ETHERNET - 1));
+    }
+    rig.net.process().unwrap();
+    assert_eq!(rig.net.stats().frames_dropped, BUDGET as u64);
+    rig.net.process().unwrap();
+    assert_eq!(rig.net.stats().frames_dropped, BUDGET as u64 + 1);
+}
+
+#[test]
 fn a_frame_waits_for_a_buffer_and_a_full_socket_for_room() {
     let mut rig = Rig::new();
     rig.tell(&pattern(60));
