@@ -1,7 +1,7 @@
 //! Which rule decides about a URL, and why.
 
 use std::fmt;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use netfilter_control::classify::{self, Reach};
 use netfilter_control::{Decision, Name, Policy, Protocol, Subject, Target, reserved_for};
@@ -41,6 +41,9 @@ pub fn explain(policy: &Policy, url: &str) -> Result<Explanation, String> {
     let (scheme, rest) = url.split_once("://").map_or((None, url), |(scheme, rest)| (Some(scheme), rest));
     let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
     let authority = authority.rsplit('@').next().unwrap_or_default();
+    if authority.starts_with('[') || authority.parse::<Ipv6Addr>().is_ok() {
+        return Err(format!("`{authority}` is an IPv6 address, and sandboxes have no IPv6: write the host's name"));
+    }
     let (host, port) = authority.split_once(':').map_or((authority, None), |(host, port)| (host, Some(port)));
     let scheme_port = match scheme.map(str::to_ascii_lowercase).as_deref() {
         None | Some("https" | "wss") => 443,

@@ -349,3 +349,12 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn an_ipv6_destination_is_refused_by_that_name() {
+    let policy = Compiler::default().finish().unwrap();
+    for url in ["http://[::1]/", "[2001:db8::1]:443", "2001:db8::1", "https://[fe80::1"] {
+        let error = explain(&policy, url).unwrap_err();
+        assert!(error.contains("IPv6"), "{error}");
+    }
+}
