@@ -29,6 +29,9 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
     let files = ProgramFiles::find()?;
     check_kernel(&kernel)?;
     let disk = disk_size(args.disk, &image.name, image.size)?;
+    if !args.dry_run {
+        image.verify(args.quiet)?;
+    }
     Ok(Spec {
         version: 1,
         id: String::new(),

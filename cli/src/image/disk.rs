@@ -88,7 +88,8 @@ pub(super) fn hash(file: &File, mut progress: impl FnMut(u64)) -> io::Result<Con
     let mut offset = 0;
     while let Some(data) = next_data(file, offset)?.filter(|data| *data < size) {
         offset = data / BLOCK * BLOCK;
-        let want = usize::try_from(size.saturating_sub(offset)).unwrap_or(usize::MAX).min(buffer.len());
+        let end = next_hole(file, data)?.next_multiple_of(BLOCK).min(size);
+        let want = usize::try_from(end.saturating_sub(offset)).unwrap_or(usize::MAX).min(buffer.len());
         let batch = buffer.get_mut(..want).unwrap_or_default();
         file.read_exact_at(batch, offset)?;
         progress(u64::try_from(want).unwrap_or(u64::MAX));
@@ -103,6 +104,14 @@ pub(super) fn hash(file: &File, mut progress: impl FnMut(u64)) -> io::Result<Con
     }
     hasher.update(&size.to_le_bytes());
     Ok(Contents { hash: hasher.finish(), used })
+}
+
+fn next_hole(file: &File, offset: u64) -> io::Result<u64> {
+    match seek(file, SeekFrom::Hole(offset)) {
+        Ok(hole) => Ok(hole),
+        Err(Errno::INVAL | Errno::OPNOTSUPP) => Ok(u64::MAX / BLOCK * BLOCK),
+        Err(error) => Err(error.into()),
+    }
 }
 
 fn next_data(file: &File, offset: u64) -> io::Result<Option<u64>> {

@@ -13,6 +13,7 @@ pub(crate) mod progress;
 mod record;
 mod source;
 mod store;
+mod verify;
 
 pub(crate) use command::{ImageCommand, run};
 pub(crate) use digest::Digest;

@@ -195,3 +195,35 @@ fn an_image_put_there_by_hand_is_one_without_an_id() {
     std::fs::write(own.join(RECORD), "{").unwrap();
     assert!(matches!(place.images.find("busybox"), Err(StoreError::Home(HomeError::Json { .. }))));
 }
+
+#[test]
+fn a_file_is_hashed_before_its_first_use_and_when_it_changed() {
+    let place = Place::new();
+    let id = place.put("x");
+    let own = place.images.0.join(&id);
+    let made = File::open(own.join(ROOT)).unwrap();
+    let mut record = record(&id);
+    record.root = crate::image::disk::hash(&made, |_| ()).unwrap().hash.to_string();
+    let put = |record: &Record| std::fs::write(own.join(RECORD), serde_json::to_vec(record).unwrap()).unwrap();
+    put(&record);
+    let verify = || place.images.find(&id).unwrap().verify(true);
+    let stamp = own.join("verified.json");
+    verify().unwrap();
+    assert!(stamp.exists());
+    // It is believed: of another hash nothing is noticed while the file is the same.
+    let right = std::mem::replace(&mut record.root, "sha256:other".to_owned());
+    put(&record);
+    verify().unwrap();
+    // After another start of the host it is not.
+    let text = std::fs::read_to_string(&stamp).unwrap();
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    std::fs::write(&stamp, text.replace(boot.trim(), "another")).unwrap();
+    let error = verify().unwrap_err().to_string();
+    assert!(error.contains("the hash of") && error.contains("not sha256:other"), "{error}");
+    // Nor when the file was written to, even to the same length.
+    record.root = right;
+    put(&record);
+    verify().unwrap();
+    std::fs::write(own.join(ROOT), [8; 8192]).unwrap();
+    assert!(matches!(verify(), Err(StoreError::Damaged { .. })));
+}
