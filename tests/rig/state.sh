@@ -63,11 +63,13 @@ for image; do
     fio) "$rig/need" fio ;;
     debian) "$rig/need" mmdebstrap ;;
     esac
+    # No larger than needed: an image is hashed before its first use after a start of the host, and each boot of the rig is
+    # one; its 9p file system does not tell where a file has holes.
     case $image in
     busybox) size=256M made_from=$(sha256sum /bin/busybox) ;;
-    fio) size=4G made_from=$(dpkg-query -W fio busybox-static) ;;
+    fio) size=512M made_from=$(dpkg-query -W fio busybox-static) ;;
     # Made anew each month, for what Debian has mended meanwhile.
-    debian) size=4G made_from=$(cat /etc/os-release; date +%Y-%m) ;;
+    debian) size=640M made_from=$(cat /etc/os-release; date +%Y-%m) ;;
     *)
         echo "state.sh: no image $image" >&2
         exit 1
