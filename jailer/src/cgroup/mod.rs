@@ -85,16 +85,21 @@ impl Cgroup {
         let parent = place.open().map_err(failed)?;
         sweep(parent.as_fd());
         loop {
-            match mkdirat(&parent, name, Mode::RWXU | Mode::RGRP | Mode::XGRP | Mode::ROTH | Mode::XOTH) {
+            // Ours alone: whoever may open it can lock it.
+            match mkdirat(&parent, name, Mode::RWXU) {
                 Ok(()) => {}
-                // Nobody's, and just removed, or somebody's.
                 Err(Errno::EXIST) => return Err(CgroupError::InUse { path }),
                 Err(error) => return Err(failed(error)),
             }
-            let directory = open_directory(parent.as_fd(), name).map_err(failed)?;
-            flock(&directory, FlockOperation::NonBlockingLockExclusive).map_err(failed)?;
-            // Another's sweep may have come between; then there is a directory no more, and no file in it.
-            if open_file(directory.as_fd(), "cgroup.procs", OFlags::RDONLY).is_err() {
+            // Until it is locked, another's sweep takes it for one that a killed supervisor left: it may be gone before it is
+            // opened, or while we wait for the sweep to let it go.
+            let directory = match open_directory(parent.as_fd(), name) {
+                Ok(directory) => directory,
+                Err(Errno::NOENT) => continue,
+                Err(error) => return Err(failed(error)),
+            };
+            flock(&directory, FlockOperation::LockExclusive).map_err(failed)?;
+            if !exists(directory.as_fd()) {
                 continue;
             }
             let parent = parent.try_clone().map_err(|error| CgroupError::File { path: path.clone(), error })?;
@@ -204,11 +209,18 @@ fn sweep(parent: BorrowedFd<'_>) {
         }
         if let Ok(directory) = open_directory(parent, name)
             && flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok()
+            // Else the name may be another's by now.
+            && exists(directory.as_fd())
         {
             // One that still has a process stays.
             let _ = unlinkat(parent, name, AtFlags::REMOVEDIR);
         }
     }
+}
+
+/// Whether an open cgroup was not removed meanwhile. While it is locked, nobody else of ours removes it.
+fn exists(directory: BorrowedFd<'_>) -> bool {
+    open_file(directory, "cgroup.procs", OFlags::RDONLY).is_ok()
 }
 
 fn open_directory(parent: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Errno> {

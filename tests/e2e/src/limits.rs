@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use jailer::cgroup::{Cgroup, Controller, Limits, Place};
 use jailer::{NAMESPACES, Seen};
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use rustix::mount::mount_bind;
@@ -21,6 +22,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("limits::a_run_meets_its_limits", a_run_meets_its_limits),
     ("limits::a_greedy_guest_stays_within_its_limits", a_greedy_guest_stays_within_its_limits),
     ("limits::what_a_killed_supervisor_leaves_is_removed", what_a_killed_supervisor_leaves_is_removed),
+    ("limits::cgroups_are_made_side_by_side", cgroups_are_made_side_by_side),
     ("limits::an_ordinary_user_is_jailed_as_well", an_ordinary_user_is_jailed_as_well),
 ];
 
@@ -156,6 +158,24 @@ fn what_a_killed_supervisor_leaves_is_removed() {
     // The next start does.
     assert_eq!(bulkhead.output(&["run", "-m", "128M", "busybox", "echo", "next"]).expect(0), "next\n");
     until("the end of the cgroup", || !cgroup.exists());
+}
+
+/// Each start sweeps away what nobody holds, and must not take for that what another is about to hold.
+fn cgroups_are_made_side_by_side() {
+    let place = Place::find(true, &[Controller::Memory, Controller::Pids]).unwrap();
+    let limits = Limits { memory: MIB, pids: 1, cpu: None, io: None };
+    std::thread::scope(|scope| {
+        for thread in 0..8 {
+            let (place, limits) = (&place, &limits);
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    let cgroup = Cgroup::create(place, &format!("bulkhead-test-{thread}"), limits).unwrap();
+                    std::thread::yield_now();
+                    assert_eq!(file(cgroup.path(), "pids.max"), "1");
+                }
+            });
+        }
+    });
 }
 
 /// Given a user who may open KVM and nothing more: in a cgroup that is not theirs, in one that is, and on a host that
