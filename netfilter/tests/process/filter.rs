@@ -44,6 +44,15 @@ impl Filter {
 
     /// An error is what the filter said against it.
     pub(crate) fn try_start(policy: &[u8], saved: Option<&[u8]>) -> Result<(Self, Guest), String> {
+        Self::try_start_when(policy, saved, |_| ())
+    }
+
+    /// Gives the first order when `ready` returns, which is called with the filter's process.
+    pub(crate) fn try_start_when(
+        policy: &[u8],
+        saved: Option<&[u8]>,
+        ready: impl FnOnce(&Child),
+    ) -> Result<(Self, Guest), String> {
         let (ours, theirs) = ControlSocket::pair().unwrap();
         let (guest, frames) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
@@ -55,6 +64,7 @@ impl Filter {
             .spawn()
             .unwrap();
         drop(theirs);
+        ready(&child);
         let mut filter = Self { child, control: ours, events: Vec::new() };
         let routes = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None).unwrap();
         let policy = memory(policy);

@@ -1,7 +1,7 @@
 //! The tests. They share the Internet and run one after the other; each has a filter and a guest of its own.
 
 use std::net::{Ipv4Addr, TcpListener};
-use std::process::ExitCode;
+use std::process::{Child, ExitCode};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ const ALL: &str = "*.example.com:1-65535+raw";
 type Test = fn(&mut Internet);
 
 pub(crate) fn run() -> ExitCode {
-    let tests: [(&str, Test); 12] = [
+    let tests: [(&str, Test); 13] = [
         ("bytes_pass_and_directions_end_one_by_one", bytes_pass),
         ("large_transfers_arrive_whole", large_transfers),
         ("a_hundred_connections_at_once", a_hundred_connections),
@@ -28,6 +28,7 @@ pub(crate) fn run() -> ExitCode {
         ("a_policy_is_set_at_run_time", policies),
         ("a_restored_guest_wakes_at_once", restore),
         ("a_start_without_what_it_needs_is_refused", refused_start),
+        ("a_first_order_may_come_late", late_start),
         ("a_filter_that_dies_opens_nothing", death),
         ("nothing_is_left_behind", nothing_left),
     ];
@@ -262,6 +263,21 @@ fn refused_start(_: &mut Internet) {
         let refused = Filter::try_start(policy, None).err().expect("a broken policy");
         assert!(refused.starts_with("the policy: "), "{refused}");
     }
+}
+
+fn late_start(_: &mut Internet) {
+    let good = serde_json::to_vec(&policy(ALL)).unwrap();
+    let asleep = |child: &Child| {
+        // Its list of calls is in force when it waits, and had better have that one.
+        let stat = format!("/proc/{}/stat", child.id());
+        let end = Instant::now() + Duration::from_secs(10);
+        while !std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(" (bulkhead-netfil) S ")) {
+            let stat = std::fs::read_to_string(&stat);
+            assert!(Instant::now() < end && !stat.as_ref().is_ok_and(|stat| stat.contains(") Z ")), "{stat:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    };
+    Filter::try_start_when(&good, None, asleep).unwrap();
 }
 
 fn death(_: &mut Internet) {
