@@ -25,10 +25,11 @@ help:
 build:
 	@$(rig)/need gcc libc6-dev cpio
 	@$(rig)/toolchain
-	cargo build --release --locked -p vmm -p guest -p jailer -p bulkhead
+	cargo build --release --locked -p vmm -p netfilter -p guest -p jailer -p bulkhead
 	@rm -rf "$(dist)" && mkdir -p "$(dist)/bin" "$(dist)/lib/bulkhead" "$(dist)/initramfs"
 	@install -m 755 "$(release)/bulkhead" "$(dist)/bin/bulkhead"
 	@install -m 755 "$(release)/bulkhead-vmm" "$(dist)/lib/bulkhead/bulkhead-vmm"
+	@install -m 755 "$(release)/bulkhead-netfilter" "$(dist)/lib/bulkhead/bulkhead-netfilter"
 	@install -m 755 "$(release)/bulkhead-jailer" "$(dist)/lib/bulkhead/bulkhead-jailer"
 	@install -m 755 "$(release)/bulkhead-guest" "$(dist)/initramfs/init"
 	@resources/kernels/cpio.sh "$(dist)/initramfs" >"$(dist)/lib/bulkhead/agent.cpio" && rm -r "$(dist)/initramfs"
@@ -37,6 +38,7 @@ install: build
 	install -d "$(DESTDIR)$(PREFIX)/bin" "$(DESTDIR)$(PREFIX)/lib/bulkhead"
 	install -m 755 "$(dist)/bin/bulkhead" "$(DESTDIR)$(PREFIX)/bin/bulkhead"
 	install -m 755 "$(dist)/lib/bulkhead/bulkhead-vmm" "$(DESTDIR)$(PREFIX)/lib/bulkhead/bulkhead-vmm"
+	install -m 755 "$(dist)/lib/bulkhead/bulkhead-netfilter" "$(DESTDIR)$(PREFIX)/lib/bulkhead/bulkhead-netfilter"
 	install -m 755 "$(dist)/lib/bulkhead/bulkhead-jailer" "$(DESTDIR)$(PREFIX)/lib/bulkhead/bulkhead-jailer"
 	install -m 644 "$(dist)/lib/bulkhead/agent.cpio" "$(DESTDIR)$(PREFIX)/lib/bulkhead/agent.cpio"
 

@@ -49,7 +49,7 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: crate::kernel::Command,
     },
-    /// Network policies: check one, ask what it says
+    /// Network policies: check one, ask what it says, put one in force, draft one
     #[command(subcommand)]
     Policy(policy::PolicyCommand),
     /// Print everything about runs, as JSON

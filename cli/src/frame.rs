@@ -11,12 +11,17 @@
 use std::borrow::Cow;
 use std::io::{self, Read, Write};
 
+use netfilter_control::{MAX_POLICY, Policy};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use vmm_control::Stats;
 
 /// Most bytes of a payload: the VMM's longest message, and room for what is said beside it.
 pub(crate) const MAX_PAYLOAD: usize = 128 << 10;
+/// Most bytes of a request: the longest policy, likewise.
+const MAX_REQUEST: usize = MAX_POLICY + (16 << 10);
+/// The kind of a request.
+const REQUEST: u8 = 0x01;
 /// Most bytes of standard input that a client may have sent and the supervisor not passed on: the credit
 /// with which a connection starts. [`Frame::StdinRoom`] gives back what was passed on.
 pub(crate) const STDIN_WINDOW: usize = 256 << 10;
@@ -76,6 +81,11 @@ pub(crate) enum Request {
     Exec(Exec),
     /// Report the VMM's counters.
     Stats,
+    /// Put a network policy in force. The answer is an [`Exit`].
+    SetPolicy {
+        /// The policy.
+        policy: Policy,
+    },
 }
 
 /// Another command in a running run. What is not said here is as in the run's spec.
@@ -158,7 +168,7 @@ pub(crate) enum FrameError {
     #[error("supervisor connection: {0}")]
     Io(#[from] io::Error),
     /// A payload over the limit.
-    #[error("supervisor connection: a frame of {0} bytes, over {MAX_PAYLOAD}")]
+    #[error("supervisor connection: a frame of {0} bytes, which is over the limit")]
     TooLong(usize),
     /// A kind that is none, or has the wrong length.
     #[error("supervisor connection: a frame of kind {kind} with {length} bytes")]
@@ -177,7 +187,7 @@ impl Frame {
     /// The frame's kind byte and payload.
     fn encode(&self) -> Result<(u8, Cow<'_, [u8]>), FrameError> {
         Ok(match self {
-            Self::Request(request) => (0x01, serde_json::to_vec(request)?.into()),
+            Self::Request(request) => (REQUEST, serde_json::to_vec(request)?.into()),
             Self::Stdin(bytes) => (0x02, bytes.into()),
             Self::StdinEof => (0x03, Cow::default()),
             Self::Resize(size) => {
@@ -202,7 +212,7 @@ impl Frame {
             Ok(serde_json::from_slice(payload)?)
         }
         match (kind, payload.as_slice()) {
-            (0x01, json_bytes) => Ok(Self::Request(json(json_bytes)?)),
+            (REQUEST, json_bytes) => Ok(Self::Request(json(json_bytes)?)),
             (0x02, [_, ..]) => Ok(Self::Stdin(payload)),
             (0x03, []) => Ok(Self::StdinEof),
             (0x04, &[a, b, c, d]) => {
@@ -224,7 +234,7 @@ impl Frame {
     /// Writes the frame, with one `write` where the socket takes it.
     pub(crate) fn write(&self, to: &mut impl Write) -> Result<(), FrameError> {
         let (kind, payload) = self.encode()?;
-        let length = u32::try_from(payload.len()).ok().filter(|_| payload.len() <= MAX_PAYLOAD);
+        let length = u32::try_from(payload.len()).ok().filter(|_| payload.len() <= limit(kind));
         let length = length.ok_or(FrameError::TooLong(payload.len()))?;
         let mut bytes = Vec::with_capacity(payload.len().saturating_add(5));
         bytes.push(kind);
@@ -249,14 +259,19 @@ impl Frame {
         let mut length = [0; 4];
         from.read_exact(&mut length)?;
         let length = usize::try_from(u32::from_le_bytes(length)).unwrap_or(usize::MAX);
-        if length > MAX_PAYLOAD {
+        let [kind] = kind;
+        if length > limit(kind) {
             return Err(FrameError::TooLong(length));
         }
         let mut payload = vec![0; length];
         from.read_exact(&mut payload)?;
-        let [kind] = kind;
         Self::decode(kind, payload).map(Some)
     }
+}
+
+/// Most bytes of a payload of this kind.
+fn limit(kind: u8) -> usize {
+    if kind == REQUEST { MAX_REQUEST } else { MAX_PAYLOAD }
 }
 
 #[cfg(test)]

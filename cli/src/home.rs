@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 /// Most bytes of a JSON file that we read.
-const MAX_JSON: u64 = 1 << 20;
+const MAX_JSON: u64 = 4 << 20;
 
 /// What can be wrong with the state directory and what is in it.
 #[derive(Debug, thiserror::Error)]
@@ -85,7 +85,9 @@ pub(crate) struct Home(PathBuf);
 pub(crate) struct ProgramFiles {
     /// The VMM.
     pub(crate) vmm: PathBuf,
-    /// What confines it.
+    /// The network filter.
+    pub(crate) netfilter: PathBuf,
+    /// What confines them.
     pub(crate) jailer: PathBuf,
     /// The initramfs archive of the guest agent.
     pub(crate) agent: PathBuf,
@@ -128,7 +130,12 @@ impl ProgramFiles {
                 HomeError::NoProgramFile { name, places }
             })
         };
-        Ok(Self { vmm: find("bulkhead-vmm")?, jailer: find("bulkhead-jailer")?, agent: find("agent.cpio")? })
+        Ok(Self {
+            vmm: find("bulkhead-vmm")?,
+            netfilter: find("bulkhead-netfilter")?,
+            jailer: find("bulkhead-jailer")?,
+            agent: find("agent.cpio")?,
+        })
     }
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use netfilter_control::Policy;
 use serde::{Deserialize, Serialize};
 
 /// Everything that was asked for, resolved.
@@ -23,6 +24,8 @@ pub(crate) struct Spec {
     pub(crate) ephemeral: bool,
     /// The machine.
     pub(crate) machine: Machine,
+    /// The network.
+    pub(crate) network: Network,
     /// The command.
     pub(crate) process: Process,
     /// Milliseconds that the guest has to boot.
@@ -88,7 +91,7 @@ pub(crate) struct Machine {
     pub(crate) modules: Option<PathBuf>,
     /// The VMM's program file.
     pub(crate) vmm: PathBuf,
-    /// How the VMM is confined.
+    /// How the run's processes are confined.
     pub(crate) jail: Jail,
     /// Number of vCPUs.
     pub(crate) cpus: u8,
@@ -104,13 +107,33 @@ pub(crate) struct Machine {
     pub(crate) cmdline_extra: String,
 }
 
-/// How a VMM is confined.
+/// The network of a run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Network {
+    /// The network filter's program file.
+    pub(crate) netfilter: PathBuf,
+    /// What may be reached.
+    pub(crate) policy: Policy,
+}
+
+/// A policy that was set while a run lived, as `policy.json` in its directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SetPolicy {
+    /// Its number. The spec's is 1.
+    pub(crate) generation: u64,
+    /// What may be reached.
+    pub(crate) policy: Policy,
+}
+
+/// How a run's processes are confined.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Jail {
     /// The jailer's program file.
     pub(crate) jailer: PathBuf,
-    /// For root: the users of which the VMM becomes one.
+    /// For root: the users of which each process becomes one.
     pub(crate) users: String,
     /// Whether there must be a cgroup.
     pub(crate) require_cgroup: bool,
@@ -122,11 +145,11 @@ pub(crate) struct Jail {
     pub(crate) allow_unenforced: Vec<String>,
 }
 
-/// What came of it: the jail of a running VMM, as `jail.json` in the run's directory.
+/// What came of it: the jail of a running process, as `jail.json` (the VMM's) and `jail-net.json` in the run's directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Jailed {
-    /// The VMM's process id on the host.
+    /// The process's id on the host.
     pub(crate) pid: i32,
     /// When it started, as the kernel counts: another process may get the id later.
     pub(crate) started: u64,
@@ -247,6 +270,7 @@ pub(crate) mod test {
                 console: false,
                 cmdline_extra: String::new(),
             },
+            network: Network { netfilter: "/n".into(), policy: Policy::default() },
             process: Process {
                 command: vec!["true".into()],
                 env: vec![],

@@ -18,10 +18,14 @@ use serde::Serialize;
 
 use crate::events::Events;
 use crate::home::{Home, HomeError, at, make_directory, read_json};
-use crate::spec::{Jailed, Phase, Spec, State};
+use crate::spec::{Jailed, Phase, SetPolicy, Spec, State};
 
 /// In a run's directory: how its VMM is confined.
-const JAIL: &str = "jail.json";
+/// How a run's VMM is confined, and its network filter.
+pub(crate) const VMM_JAIL: &str = "jail.json";
+pub(crate) const FILTER_JAIL: &str = "jail-net.json";
+/// The policy that was set while the run lived, if one was.
+const POLICY: &str = "policy.json";
 /// In a run's directory: what says that it goes when the run ends.
 const EPHEMERAL: &str = "ephemeral";
 /// In a run's directory: how it is.
@@ -227,9 +231,19 @@ impl RunDirectory {
         Ok(Listed { spec, state, directory: self })
     }
 
-    /// How its VMM is confined, if it has come so far.
-    pub(crate) fn jail(&self) -> Result<Jailed, HomeError> {
-        read_json(&self.0.join(JAIL))
+    /// How one of its processes is confined, if it has come so far.
+    pub(crate) fn jail(&self, which: &str) -> Result<Jailed, HomeError> {
+        read_json(&self.0.join(which))
+    }
+
+    /// The policy that was set while the run lived, if one was.
+    pub(crate) fn policy(&self) -> Option<SetPolicy> {
+        read_json(&self.0.join(POLICY)).ok()
+    }
+
+    /// Writes down that another policy is in force.
+    pub(crate) fn write_policy(&self, policy: &SetPolicy, durable: bool) -> Result<(), HomeError> {
+        write_json(&self.0, POLICY, policy, durable)
     }
 
     /// Writes the state: whole or not at all, and on the medium if `durable`. Also where the host's file system is
@@ -336,9 +350,9 @@ fn is_locked(path: &Path) -> bool {
     rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_err()
 }
 
-/// Writes down how a VMM is confined.
-pub(crate) fn write_jail(directory: &Path, jailed: &Jailed) -> Result<(), HomeError> {
-    write_json(directory, JAIL, jailed, false)
+/// Writes down how a process is confined.
+pub(crate) fn write_jail(directory: &Path, which: &str, jailed: &Jailed) -> Result<(), HomeError> {
+    write_json(directory, which, jailed, false)
 }
 
 /// Writes a JSON file whole or not at all.

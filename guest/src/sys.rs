@@ -7,6 +7,7 @@ use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
     fs::File,
     io,
+    net::Ipv4Addr,
     os::fd::{AsRawFd, BorrowedFd, FromRawFd, RawFd},
 };
 
@@ -174,18 +175,73 @@ pub(crate) fn ext4_resize(root: &File, blocks: u64) -> io::Result<()> {
 
 /// Sets the loopback interface up.
 pub(crate) fn loopback_up() -> io::Result<()> {
+    set_up(&inet_socket()?, "lo")
+}
+
+/// Whether there is an interface of this name.
+pub(crate) fn interface_exists(name: &str) -> io::Result<bool> {
+    match interface(&inet_socket()?, libc::SIOCGIFINDEX, &mut request(name)?) {
+        Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(false),
+        other => other.map(|()| true),
+    }
+}
+
+/// Gives an interface its address, sets it up, and makes `gateway` the way to everywhere else.
+pub(crate) fn interface_up(name: &str, address: Ipv4Addr, mask: Ipv4Addr, gateway: Ipv4Addr) -> io::Result<()> {
+    let socket = inet_socket()?;
+    for (what, value) in [(libc::SIOCSIFADDR, address), (libc::SIOCSIFNETMASK, mask)] {
+        let mut asked = request(name)?;
+        asked.ifr_ifru.ifru_addr = socket_address(value)?;
+        interface(&socket, what, &mut asked)?;
+    }
+    set_up(&socket, name)?;
+    // SAFETY: a C struct of integers and a pointer, for which zero is a value.
+    let mut route: libc::rtentry = unsafe { std::mem::zeroed() };
+    route.rt_dst = socket_address(Ipv4Addr::UNSPECIFIED)?;
+    route.rt_genmask = socket_address(Ipv4Addr::UNSPECIFIED)?;
+    route.rt_gateway = socket_address(gateway)?;
+    route.rt_flags = libc::RTF_UP | libc::RTF_GATEWAY;
+    // SAFETY: the kernel reads one rtentry, whose pointer is null.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCADDRT, &raw const route) })?;
+    Ok(())
+}
+
+fn set_up(socket: &OwnedFd, name: &str) -> io::Result<()> {
+    let mut asked = request(name)?;
+    asked.ifr_ifru.ifru_flags = narrow(libc::IFF_UP | libc::IFF_RUNNING)?;
+    interface(socket, libc::SIOCSIFFLAGS, &mut asked)
+}
+
+fn inet_socket() -> io::Result<OwnedFd> {
     let kind = rustix::net::SocketFlags::CLOEXEC;
-    let socket =
-        rustix::net::socket_with(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, kind, None)?;
+    Ok(rustix::net::socket_with(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, kind, None)?)
+}
+
+/// A request about an interface; its name has at most 15 bytes.
+fn request(name: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a C struct of integers and bytes, for which zero is a value.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    for (to, byte) in request.ifr_name.iter_mut().zip(*b"lo") {
+    for (to, byte) in request.ifr_name.iter_mut().zip(name.bytes().take(libc::IFNAMSIZ - 1)) {
         *to = narrow(byte)?;
     }
-    request.ifr_ifru.ifru_flags = narrow(libc::IFF_UP | libc::IFF_RUNNING)?;
-    // SAFETY: the kernel reads one ifreq.
-    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) })?;
+    Ok(request)
+}
+
+fn interface(socket: &OwnedFd, what: libc::Ioctl, request: &mut libc::ifreq) -> io::Result<()> {
+    // SAFETY: the kernel reads and writes one ifreq.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), what, &raw mut *request) })?;
     Ok(())
+}
+
+fn socket_address(address: Ipv4Addr) -> io::Result<libc::sockaddr> {
+    // SAFETY: a C struct of integers and bytes, for which zero is a value.
+    let mut socket_address: libc::sockaddr = unsafe { std::mem::zeroed() };
+    socket_address.sa_family = narrow(libc::AF_INET)?;
+    // As in sockaddr_in: two bytes of port, then the address.
+    for (to, byte) in socket_address.sa_data.iter_mut().skip(2).zip(address.octets()) {
+        *to = byte.cast_signed();
+    }
+    Ok(socket_address)
 }
 
 /// A number as C's structures want it.

@@ -13,7 +13,7 @@ pub mod limits;
 pub mod local;
 pub mod log;
 pub mod names;
-pub mod plan;
+pub use netfilter_control::plan;
 pub mod reactor;
 pub mod stack;
 #[cfg(test)]

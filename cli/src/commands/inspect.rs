@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::{open_store, print};
 use crate::spec::Jailed;
-use crate::store::Listed;
+use crate::store::{FILTER_JAIL, Listed, VMM_JAIL};
 
 /// `bulkhead inspect`
 #[derive(Debug, Args)]
@@ -41,6 +41,7 @@ pub(crate) fn inspect(args: &Inspect) -> Result<u8, String> {
             "directory": directory,
             "events": directory.join(crate::events::LOG),
             "processes": processes(&run),
+            "policy": policy(&run),
             "spec": run.spec,
         }));
     }
@@ -54,13 +55,25 @@ fn processes(run: &Listed) -> Vec<Value> {
     if !run.state.state.is_live() {
         return Vec::new();
     }
-    // It may just be starting, or ending.
-    let Ok(jailed) = run.directory.jail() else { return Vec::new() };
-    let is_it = || jailer::started(jailed.pid).is_ok_and(|started| started == jailed.started);
-    match Seen::of(jailed.pid) {
-        Ok(seen) if is_it() => vec![process("bulkhead-vmm", &jailed, &seen)],
-        _ => Vec::new(),
-    }
+    let jailed = [("bulkhead-vmm", VMM_JAIL), ("bulkhead-netfilter", FILTER_JAIL)];
+    jailed.into_iter().filter_map(|(program, file)| seen(run, program, file)).collect()
+}
+
+/// One of them. It may just be starting, or ending.
+fn seen(run: &Listed, program: &str, file: &str) -> Option<Value> {
+    let jailed = run.directory.jail(file).ok()?;
+    let seen = Seen::of(jailed.pid).ok()?;
+    let is_it = jailer::started(jailed.pid).is_ok_and(|started| started == jailed.started);
+    is_it.then(|| process(program, &jailed, &seen))
+}
+
+/// The policy that is in force, or was: its number, and its rules as they were written.
+fn policy(run: &Listed) -> Value {
+    let set = run.directory.policy();
+    let (generation, policy) = set.as_ref().map_or((1, &run.spec.network.policy), |set| (set.generation, &set.policy));
+    let allow: Vec<&str> = policy.rules.iter().map(|rule| rule.text.as_str()).collect();
+    let deny: Vec<&str> = policy.denials.iter().map(|denial| denial.text.as_str()).collect();
+    json!({ "generation": generation, "allow": allow, "deny": deny })
 }
 
 fn process(program: &str, jailed: &Jailed, seen: &Seen) -> Value {

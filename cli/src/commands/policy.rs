@@ -1,13 +1,18 @@
-//! `bulkhead policy`: whether a policy is one, and what it says of a destination. Nothing is started and nothing asked.
+//! `bulkhead policy`: whether a policy is one, what it says of a destination, another one for a running run, and a draft
+//! from what a run was denied.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 
 use clap::{Args, Subcommand};
-use netfilter_control::Policy;
-use netfilter_policy::{Argument, Compiler, MAX_TEXT, PolicyError, classify_argument, explain};
+use netfilter_control::{MAX_POLICY, Policy, Record};
+use netfilter_policy::{Argument, Compiler, MAX_TEXT, PolicyError, classify_argument, draft, explain};
+use serde_json::Value;
 
-use super::print;
+use super::{dial, open_store, print, report};
+use crate::client::{ClientError, unexpected};
+use crate::events::LOG;
+use crate::frame::{Frame, Request};
 
 /// `bulkhead policy`
 #[derive(Debug, Subcommand)]
@@ -19,10 +24,18 @@ pub(crate) enum PolicyCommand {
         after_help = "Exit status: 0 if it is allowed, 1 if it is denied, 125 if the policy or the destination is wrong."
     )]
     Explain(Explain),
+    /// Put another policy in force in a running run
+    #[command(
+        after_help = "Connections that the new policy does not allow are reset. Without any option everything is denied."
+    )]
+    Set(Set),
+    /// Draft a policy file that would allow what a run was denied
+    Learn(Learn),
 }
 
 /// A policy, as the options of a run give it. Several add up.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Network")]
 pub(crate) struct Given {
     /// deny-all, deny-egress-except=HOST[:PORT][,…] or @FILE; may be repeated
     #[arg(long, value_name = "POLICY")]
@@ -53,7 +66,14 @@ impl Given {
         for text in &self.allow {
             compiler.rules("--allow", text).map_err(said)?;
         }
-        compiler.finish().map_err(said)
+        let policy = compiler.finish().map_err(said)?;
+        let length = serde_json::to_vec(&policy).map_err(|error| error.to_string())?.len();
+        if length > MAX_POLICY {
+            return Err(format!(
+                "{OPTION}: {length} bytes when compiled, over {MAX_POLICY}; write wildcards, or fewer rules"
+            ));
+        }
+        Ok(policy)
     }
 }
 
@@ -92,6 +112,25 @@ pub(crate) struct Explain {
     url: String,
 }
 
+/// `bulkhead policy set`
+#[derive(Debug, Args)]
+pub(crate) struct Set {
+    /// Id, unique beginning of an id, or name
+    #[arg(value_name = "RUN")]
+    run: String,
+    #[command(flatten)]
+    given: Given,
+}
+
+/// `bulkhead policy learn`
+#[derive(Debug, Args)]
+#[command(after_help = "Prints to standard output. Nothing in it is allowed until a run is given it; read it first.")]
+pub(crate) struct Learn {
+    /// Id, unique beginning of an id, or name
+    #[arg(value_name = "RUN")]
+    run: String,
+}
+
 /// `bulkhead policy`
 pub(crate) fn policy(command: &PolicyCommand) -> Result<u8, String> {
     match command {
@@ -111,7 +150,40 @@ pub(crate) fn policy(command: &PolicyCommand) -> Result<u8, String> {
             print(&format!("{explanation}\n"))?;
             Ok(u8::from(!explanation.allowed))
         }
+        PolicyCommand::Set(args) => set(&args.run, args.given.compile()?),
+        PolicyCommand::Learn(args) => learn(&args.run),
     }
+}
+
+fn set(run: &str, policy: Policy) -> Result<u8, String> {
+    let (listed, mut connection) = dial(run)?;
+    let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
+    Frame::Request(Request::SetPolicy { policy }).write(&mut connection).map_err(|error| failed(&error))?;
+    match Frame::read(&mut connection).map_err(|error| failed(&error))? {
+        Some(Frame::Exit(exit)) => Ok(report(&exit)),
+        Some(other) => Err(failed(&unexpected(&other))),
+        None => Err(failed(&ClientError::Lost)),
+    }
+}
+
+/// From the run's event log.
+fn learn(run: &str) -> Result<u8, String> {
+    let listed = open_store()?.find(run).map_err(|error| error.to_string())?;
+    let path = listed.directory.path().join(LOG);
+    let file = File::open(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let lines = BufReader::new(file).lines().map_while(Result::ok);
+    let records: Vec<Record> = lines.filter_map(|line| denied(&line)).collect();
+    print(&draft(&records))?;
+    Ok(0)
+}
+
+/// The record that a line of the event log is, if it is a refusal.
+fn denied(line: &str) -> Option<Record> {
+    let mut event: Value = serde_json::from_str(line).ok()?;
+    let kind = event.get("event").filter(|kind| *kind == "net.dns.denied" || *kind == "net.flow.denied")?.clone();
+    let mut data = event.get_mut("data")?.take();
+    data.as_object_mut()?.insert("type".to_owned(), kind);
+    serde_json::from_value(data).ok()
 }
 
 fn summary(policy: &Policy) -> String {
@@ -123,4 +195,19 @@ fn summary(policy: &Policy) -> String {
         text.push_str(&format!("denied, whatever a rule says: {}\n", denial.text));
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_are_found_in_an_event_log() {
+        let line = r#"{"version":1,"seq":3,"time":"x","event":"net.dns.denied","previous":null,"data":{"name":"a.example.com",
+                       "qtype":1,"reason":"no-rule","rule":null,"hint":""}}"#;
+        assert!(draft(&denied(line)).contains("\"a.example.com\","));
+        for other in ["", "{}", r#"{"event":"run.started","data":{}}"#, r#"{"event":"net.dns.denied","data":3}"#] {
+            assert_eq!(denied(other), None, "{other}");
+        }
+    }
 }

@@ -10,7 +10,7 @@ use super::run::Run;
 use crate::home::{Home, ProgramFiles};
 use crate::image::{Image, Images};
 use crate::preflight::{check_kernel, check_limits, check_memory, disk_size, open_kvm};
-use crate::spec::{Artifacts, Input, Machine, Process, Spec};
+use crate::spec::{Artifacts, Input, Machine, Network, Process, Spec};
 use crate::{clock, environment, kernel, terminal};
 
 /// Memory is given in these pieces.
@@ -24,6 +24,7 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
     let command = command_in(&image, args.entrypoint.as_deref(), command)?;
     let workdir = args.process.workdir.clone().or_else(|| non_empty(image.config.workdir.clone()));
     let artifacts = resolve_artifacts(args, workdir.as_deref())?;
+    let policy = args.network.compile()?;
     let kernel = kernel::Store::of(home).kernel(args.kernel.as_deref())?;
     let modules = if args.modules { Some(canonical(&kernel.tree()?)?) } else { None };
     let files = ProgramFiles::find()?;
@@ -55,6 +56,7 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
             console: args.console,
             cmdline_extra: args.cmdline_extra.clone(),
         },
+        network: Network { netfilter: canonical(&files.netfilter)?, policy },
         process: Process {
             command,
             env: environment::merge(&image.config.env, &env),

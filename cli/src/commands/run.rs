@@ -69,6 +69,9 @@ pub(crate) struct Run {
     /// What goes before the command in place of the image's entry point, whose command then does not count; "" for nothing
     #[arg(long, value_name = "COMMAND")]
     pub(crate) entrypoint: Option<String>,
+    /// What it may reach.
+    #[command(flatten)]
+    pub(crate) network: super::policy::Given,
     /// How the VMM is confined.
     #[command(flatten)]
     pub(crate) jail: super::jail::Jail,

@@ -23,7 +23,7 @@ use super::disk;
 use super::source::{LayerStream, SourceError};
 use super::store::Workplace;
 use crate::spec::Machine;
-use crate::supervisor::{MachineError, Vmm, tail};
+use crate::supervisor::{Ground, MachineError, Vmm, tail};
 
 /// How long a builder has to boot.
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
@@ -102,7 +102,7 @@ pub(super) fn cmdline() -> String {
 impl Builder {
     fn start(workplace: &Workplace, machine: &Machine) -> Result<Self, BuilderError> {
         let place = workplace.path().canonicalize().map_err(|error| MachineError::System("its directory", error))?;
-        let vmm = Vmm::start(&place, machine, true)?;
+        let vmm = Vmm::start(&Ground::find(&machine.jail), &place, machine, true, None)?;
         let (sender, events) = channel();
         let host_full = Arc::<AtomicBool>::default();
         let (full, control) = (Arc::clone(&host_full), vmm.control());

@@ -10,7 +10,7 @@ use super::cpio;
 use super::deb::{self, DebError};
 use super::modules::{ModulesError, Tree};
 use super::store::{
-    MODULES, Part, Record, Store, StoreError, TREE, Unfinished, VMLINUX, hash, hex, sync_file, write_synced,
+    MODULES, Part, Record, Store, StoreError, TREE, Unfinished, VERSION, VMLINUX, hash, hex, sync_file, write_synced,
 };
 use super::tree::{self, TreeError};
 use super::vmlinuz::{self, Vmlinux, VmlinuzError};
@@ -138,7 +138,7 @@ fn prepare(request: &Request<'_>, made: &Unfinished, staging: &Path) -> Result<R
         files_of_record.insert(TREE.to_owned(), part);
     }
     Ok(Record {
-        version: 1,
+        version: VERSION,
         id: hex(&Sha256::digest(identity)),
         release,
         source: request.sources.iter().map(|path| file_name(path)).collect(),
@@ -303,7 +303,7 @@ mod tests {
         let place = Place::new();
         let (record, new) = place.import(&["vmlinuz"], Some("lib/modules"), false).unwrap();
         assert!(new);
-        assert_eq!((record.release.as_str(), record.modules.len()), (RELEASE, 12));
+        assert_eq!((record.release.as_str(), record.modules.len()), (RELEASE, 15));
         place.package("kernel.deb", &["vmlinuz-x"]);
         let (again, new) = place.import(&["kernel.deb"], None, false).unwrap();
         assert_eq!((again.id, new), (record.id.clone(), false));

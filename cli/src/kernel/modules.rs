@@ -13,14 +13,16 @@ use super::compression::{UnpackError, unpack};
 use super::elf::{ElfError, section};
 
 /// What a machine of ours needs, in the order of loading, with a word on what for. The agent listens as soon as vsock is
-/// in, and the transport comes last, so a host that connects once the device is up always finds the listener.
-const WANTED: [(&str, &str); 6] = [
+/// in, long before the transport, so a host that connects once the device is up always finds the listener. What comes after the
+/// transport, the agent loads while the disk is mounted.
+const WANTED: [(&str, &str); 7] = [
     ("vsock", "the connection to the guest agent"),
     ("virtio_mmio", "all devices"),
     ("virtio_blk", "the disk"),
     ("virtio_rng", "entropy"),
     ("ext4", "the disk's file system"),
     ("vmw_vsock_virtio_transport", "the connection to the guest agent"),
+    ("virtio_net", "the network"),
 ];
 /// Largest module, unpacked; those of distributions stay below 20 MiB.
 const MAX_MODULE: u64 = 128 << 20;
@@ -28,7 +30,7 @@ const MAX_MODULE: u64 = 128 << 20;
 const MAX_FILES: usize = 100_000;
 /// Deepest directory of one.
 const MAX_DEPTH: usize = 16;
-/// Most modules that are picked: dependencies of the six are fewer than twenty.
+/// Most modules that are picked: dependencies of the seven are fewer than twenty.
 const MAX_PICKED: usize = 64;
 /// Suffixes of module files.
 const SUFFIXES: [&str; 5] = [".ko", ".ko.xz", ".ko.zst", ".ko.gz", ".ko.lz4"];
@@ -331,6 +333,9 @@ pub(super) mod make {
         ("drivers/virtio/virtio_mmio.ko", "virtio,virtio_ring", &[]),
         ("drivers/block/virtio_blk.ko", "virtio", &[]),
         ("drivers/char/hw_random/virtio-rng.ko", "virtio", &[]),
+        ("drivers/net/virtio_net.ko", "net_failover,virtio", &[]),
+        ("drivers/net/net_failover.ko", "failover", &[]),
+        ("net/core/failover.ko", "", &[]),
         ("fs/ext4/ext4.ko", "jbd2,mbcache", &["softdep=pre: crypto-crc32c post: nothing"]),
         ("fs/jbd2/jbd2.ko", "", &[]),
         ("fs/mbcache.ko", "", &[]),
@@ -379,7 +384,7 @@ mod tests {
         // Neither followed nor a trouble.
         std::os::unix::fs::symlink("/", directory.path().join("build")).unwrap();
         let expected = "vsock virtio_ring virtio virtio_mmio virtio_blk virtio_rng jbd2 mbcache crc32c_generic ext4 \
-                        vmw_vsock_virtio_transport_common vmw_vsock_virtio_transport";
+                        vmw_vsock_virtio_transport_common vmw_vsock_virtio_transport failover net_failover virtio_net";
         assert_eq!(pick(directory.path()).unwrap().join(" "), expected);
     }
 
@@ -450,7 +455,7 @@ mod tests {
             .iter()
             .map(|&(path, depends, more)| (path, if path.contains("vsock.ko") { "ext4" } else { depends }, more));
         tree(directory.path(), RELEASE, &circle.collect::<Vec<_>>());
-        assert_eq!(pick(directory.path()).unwrap().len(), 12);
+        assert_eq!(pick(directory.path()).unwrap().len(), 15);
         let names: Vec<String> = (0..100).map(|n| format!("m{n}")).collect();
         let chain: Vec<(String, String)> = (0..99)
             .map(|n| (format!("{}.ko", names[n]), names[n + 1].clone()))

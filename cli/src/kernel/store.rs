@@ -17,8 +17,8 @@ use sha2::{Digest, Sha256};
 use crate::home::{Home, HomeError, at, entries, make_directory, read_json, unknown, version_key};
 use crate::store::{fresh_id, sync_directory};
 
-/// Version of the record.
-const VERSION: u32 = 1;
+/// Version of the record. 2: with the driver of the network interface, which every machine has.
+pub(super) const VERSION: u32 = 2;
 /// The parts of a kernel.
 pub(super) const VMLINUX: &str = "vmlinux";
 pub(super) const MODULES: &str = "modules.cpio";
@@ -54,8 +54,12 @@ pub(crate) enum StoreError {
         /// The candidates.
         ids: Vec<String>,
     },
-    /// A record of a later version.
-    #[error("{path}: it has version {version}, this bulkhead knows {VERSION}; use a newer one", path = path.display())]
+    /// A record of another version.
+    #[error(
+        "{path}: it has version {version}, this bulkhead knows {VERSION}; {}",
+        if *version < VERSION { "import the kernel again" } else { "use a newer one" },
+        path = path.display()
+    )]
     Version {
         /// The record.
         path: PathBuf,
@@ -292,10 +296,17 @@ impl Store {
     fn sweep(&self) -> Result<(), StoreError> {
         for entry in fs::read_dir(&self.0).map_err(at(&self.0))? {
             let entry = entry.map_err(at(&self.0))?;
-            if !entry.file_name().to_string_lossy().starts_with(".tmp-") {
+            let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+            // No machine of ours starts with a kernel of an older version, and no command shows it.
+            if matches!(self.record(&name), Err(StoreError::Version { version: ..VERSION, .. })) {
+                let gone = self.0.join(format!(".tmp-{name}"));
+                fs::rename(&path, &gone).map_err(at(&path))?;
+                fs::remove_dir_all(&gone).map_err(at(&gone))?;
                 continue;
             }
-            let path = entry.path();
+            if !name.starts_with(".tmp-") {
+                continue;
+            }
             let directory = File::open(&path).map_err(at(&path))?;
             if flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
                 fs::remove_dir_all(&path).map_err(at(&path))?;

@@ -1,4 +1,4 @@
-//! The jail of a run's VMM: who it becomes, what it may have, and what of that this host cannot give.
+//! The jails of a run's VMM and network filter: who they become, what they may have, and what of that this host cannot give.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use jailer::cgroup::{self, Cgroup, CgroupError, Controller, Place};
+use jailer::cgroup::{self, Cgroup, Controller, Place};
 use jailer::users::{self, Lease, Users, UsersError};
 use jailer::{Jail, JailError, Jailed, Limits, Part, Request, Seen, Starting, Target};
 use rustix::fs::OFlags;
@@ -28,7 +28,16 @@ const BLOCK_CACHE: u64 = 64 << 20;
 /// Threads beside vCPUs and disk queues: the event loop, and KVM's own that recovers huge pages (Linux 6.13).
 const OTHER_THREADS: u64 = 2;
 
-/// Why a VMM could not be confined.
+/// Descriptors of a network filter: a socket for each of 256 flows, for questions to name servers, and some.
+const FILTER_DESCRIPTORS: u64 = 1024;
+/// Memory of a network filter: two buffers of 256 KiB for each of 256 flows, and what they hold on their way.
+const FILTER_MEMORY: u64 = 192 << 20;
+/// What the kernel holds of its connections' bytes.
+const FILTER_SOCKETS: u64 = 64 << 20;
+/// Longest file that a network filter writes: what a snapshot keeps of it. Its log is shorter.
+const FILTER_FILE: u64 = 4 << 20;
+
+/// Why a process could not be confined.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConfineError {
     /// The users of root's runs.
@@ -38,11 +47,11 @@ pub(crate) enum ConfineError {
     #[error("{error} (needed for {why}; --allow-unenforced cgroup starts without)")]
     Cgroup {
         /// What is wrong.
-        error: CgroupError,
+        error: String,
         /// What depends on it.
         why: &'static str,
     },
-    /// The VMM's program file.
+    /// The program file.
     #[error("{path}: {error}", path = path.display())]
     Program {
         /// Where.
@@ -58,7 +67,39 @@ pub(crate) enum ConfineError {
     Jail(#[from] JailError),
 }
 
-/// A VMM in its jail, and what it holds on the host.
+/// Where cgroups for a run's processes are made, or why there is no such place. Found once for all of them: to find it may move
+/// this process.
+#[derive(Debug)]
+pub(crate) struct Ground(Result<Place, String>);
+
+impl Ground {
+    /// Finds it, with the controllers that a machine's limits need.
+    pub(crate) fn find(jail: &spec::Jail) -> Self {
+        let wanted = [
+            Some(Controller::Memory),
+            Some(Controller::Pids),
+            jail.cpu.map(|_| Controller::Cpu),
+            jail.io_max.as_ref().map(|_| Controller::Io),
+        ];
+        let controllers: Vec<Controller> = wanted.into_iter().flatten().collect();
+        Self(Place::find(geteuid().is_root(), &controllers).map_err(|error| error.to_string()))
+    }
+}
+
+/// What is confined, and what it may have.
+#[derive(Debug)]
+struct Subject<'a> {
+    target: Target,
+    program: &'a Path,
+    limits: Limits,
+    cgroup: Result<cgroup::Limits, String>,
+    /// Ends the name of its cgroup.
+    suffix: &'static str,
+    /// What depends on the cgroup.
+    needs_cgroup: Option<&'static str>,
+}
+
+/// A process in its jail, and what it holds on the host.
 #[derive(Debug)]
 pub(super) struct Confined {
     // In this order: the cgroup is empty and the user free when the process is gone.
@@ -86,7 +127,7 @@ impl Confined {
         &self.unenforced
     }
 
-    /// Whether the kernel killed the VMM because it reached its memory limit.
+    /// Whether the kernel killed it because it reached its memory limit.
     pub(super) fn ran_out_of_memory(&self) -> bool {
         self.cgroup.as_ref().is_some_and(|cgroup| cgroup.killed_for_memory() > 0)
     }
@@ -94,18 +135,18 @@ impl Confined {
 
 /// A jail that is being built.
 #[derive(Debug)]
-pub(super) struct Confining<'a> {
-    plan: Plan<'a>,
+pub(super) struct Confining {
+    plan: Plan,
     starting: Starting,
 }
 
 /// Everything that a start needs. A second try, without a part that the user can do without, needs it again.
 #[derive(Debug)]
-struct Plan<'a> {
-    jailer: &'a Path,
+struct Plan {
+    jailer: PathBuf,
     request: Request,
     program: OwnedFd,
-    control: BorrowedFd<'a>,
+    control: OwnedFd,
     errors: File,
     cgroup: Option<Cgroup>,
     user: Option<Lease>,
@@ -115,57 +156,102 @@ struct Plan<'a> {
 
 /// Starts a machine's VMM in its jail, with `control` as its one descriptor and `threads` for vCPUs and disks. Call it on the
 /// main thread: the VMM is killed when the thread that started it ends.
-pub(super) fn start<'a>(
-    machine: &'a Machine,
+pub(super) fn start_vmm(
+    ground: &Ground,
+    machine: &Machine,
     threads: u64,
     directory: &Path,
-    control: BorrowedFd<'a>,
+    control: BorrowedFd<'_>,
     errors: File,
-) -> Result<Confining<'a>, ConfineError> {
+) -> Result<Confining, ConfineError> {
     let threads = threads.saturating_add(OTHER_THREADS);
-    let root = geteuid().is_root();
-    let user = if root { Some(lease(machine.jail.users.parse()?)?) } else { None };
+    let (memory, jail) = (machine.memory, &machine.jail);
+    let io = jail.io_max.as_ref().map(|limits| cgroup::device_of(directory).map(|device| format!("{device} {limits}")));
+    let memory = [memory, memory / PAGE_TABLES, VMM_MEMORY, BLOCK_CACHE].into_iter().fold(0, u64::saturating_add);
+    let subject = Subject {
+        target: Target::Vmm,
+        program: &machine.vmm,
+        limits: limits(machine, threads),
+        cgroup: match io.transpose() {
+            Ok(io) => Ok(cgroup::Limits { memory, pids: threads, cpu: jail.cpu, io }),
+            Err(error) => Err(error.to_string()),
+        },
+        suffix: "",
+        needs_cgroup: needs_cgroup(machine),
+    };
+    start(ground, &subject, jail, directory, control, errors)
+}
+
+/// Starts a network filter in its jail, likewise.
+pub(super) fn start_filter(
+    ground: &Ground,
+    program: &Path,
+    jail: &spec::Jail,
+    directory: &Path,
+    control: BorrowedFd<'_>,
+    errors: File,
+) -> Result<Confining, ConfineError> {
+    let subject = Subject {
+        target: Target::Netfilter,
+        program,
+        limits: Limits { descriptors: FILTER_DESCRIPTORS, threads: 1, memory: FILTER_MEMORY, file_size: FILTER_FILE },
+        cgroup: Ok(cgroup::Limits {
+            memory: FILTER_MEMORY.saturating_add(FILTER_SOCKETS),
+            pids: 1,
+            cpu: None,
+            io: None,
+        }),
+        suffix: "-net",
+        needs_cgroup: jail.require_cgroup.then_some(REQUIRED),
+    };
+    start(ground, &subject, jail, directory, control, errors)
+}
+
+fn start(
+    ground: &Ground,
+    subject: &Subject<'_>,
+    jail: &spec::Jail,
+    directory: &Path,
+    control: BorrowedFd<'_>,
+    errors: File,
+) -> Result<Confining, ConfineError> {
+    let user = if geteuid().is_root() { Some(lease(jail.users.parse()?)?) } else { None };
     let (uid, gid) = identity(user.as_ref());
-    let allowed = machine.jail.allow_unenforced.iter();
+    let allowed = jail.allow_unenforced.iter();
     let allowed: Result<Vec<Part>, _> =
         allowed.map(|name| Part::from_name(name).ok_or_else(|| ConfineError::Part(name.clone()))).collect();
+    let request =
+        Request { target: subject.target, uid, gid, limits: subject.limits, cgroup: false, without: Vec::new() };
     let mut plan = Plan {
-        jailer: &machine.jail.jailer,
-        request: Request {
-            target: Target::Vmm,
-            uid,
-            gid,
-            limits: limits(machine, threads),
-            cgroup: false,
-            without: Vec::new(),
-        },
-        program: open_program(&machine.vmm)?,
-        control,
+        jailer: jail.jailer.clone(),
+        request,
+        program: open_program(subject.program)?,
+        control: control.try_clone_to_owned().map_err(JailError::Report)?,
         errors,
         cgroup: None,
         user,
         allowed: allowed?,
         unenforced: Vec::new(),
     };
-    match make_cgroup(machine, threads, directory, root) {
+    match make_cgroup(ground, subject, directory) {
         Ok(cgroup) => plan.cgroup = Some(cgroup),
-        Err(error) => match needs_cgroup(machine).filter(|_| !plan.allowed.contains(&Part::Cgroup)) {
+        Err(error) => match subject.needs_cgroup.filter(|_| !plan.allowed.contains(&Part::Cgroup)) {
             Some(why) => return Err(ConfineError::Cgroup { error, why }),
-            None => plan.unenforced.push((Part::Cgroup, error.to_string())),
+            None => plan.unenforced.push((Part::Cgroup, error)),
         },
     }
     plan.request.cgroup = plan.cgroup.is_some();
     Ok(Confining { starting: plan.start()?, plan })
 }
 
-impl Plan<'_> {
+impl Plan {
     fn start(&self) -> Result<Starting, ConfineError> {
         let errors = self.errors.try_clone().map_err(JailError::Report)?;
         let jail = Jail {
-            jailer: self.jailer,
+            jailer: &self.jailer,
             request: &self.request,
             program: self.program.as_fd(),
-            control: self.control,
+            control: self.control.as_fd(),
             errors,
             cgroup: self.cgroup.as_ref().map(Cgroup::descriptor),
         };
@@ -173,8 +259,8 @@ impl Plan<'_> {
     }
 }
 
-impl Confining<'_> {
-    /// Waits until the VMM runs, or until it is known why it does not.
+impl Confining {
+    /// Waits until the process runs, or until it is known why it does not.
     ///
     /// Where this host cannot give a part that the user can do without, it starts again without it.
     pub(super) fn finish(self) -> Result<Confined, ConfineError> {
@@ -217,7 +303,7 @@ pub(crate) fn try_out(jailer: &Path, vmm: &Path) -> Result<Seen, ConfineError> {
     Seen::of(jailed.pid()).map_err(|error| JailError::Report(error).into())
 }
 
-/// The user and group of a VMM.
+/// The user and group of a process.
 fn identity(user: Option<&Lease>) -> (u32, u32) {
     match user {
         Some(user) => (user.id(), user.id()),
@@ -240,42 +326,26 @@ fn limits(machine: &Machine, threads: u64) -> Limits {
     }
 }
 
-/// What depends on a cgroup.
+const REQUIRED: &str = "--require-cgroup, which root's runs have";
+
+/// What depends on a VMM's cgroup.
 fn needs_cgroup(machine: &Machine) -> Option<&'static str> {
     let jail = &machine.jail;
     [
         (jail.io_max.is_some(), "--io-max"),
         (jail.cpu.is_some(), "--cpus with a part of a CPU"),
-        (jail.require_cgroup, "--require-cgroup, which root's runs have"),
+        (jail.require_cgroup, REQUIRED),
     ]
     .into_iter()
     .find_map(|(needed, why)| needed.then_some(why))
 }
 
-fn make_cgroup(machine: &Machine, threads: u64, directory: &Path, root: bool) -> Result<Cgroup, CgroupError> {
-    let jail = &machine.jail;
-    let wanted = [
-        Some(Controller::Memory),
-        Some(Controller::Pids),
-        jail.cpu.map(|_| Controller::Cpu),
-        jail.io_max.as_ref().map(|_| Controller::Io),
-    ];
-    let controllers: Vec<Controller> = wanted.into_iter().flatten().collect();
-    let io = match &jail.io_max {
-        Some(limits) => Some(format!("{} {limits}", cgroup::device_of(directory)?)),
-        None => None,
-    };
-    let memory = machine.memory;
-    let limits = cgroup::Limits {
-        memory: [memory, memory / PAGE_TABLES, VMM_MEMORY, BLOCK_CACHE].into_iter().fold(0, u64::saturating_add),
-        pids: threads,
-        cpu: jail.cpu,
-        io,
-    };
-    let place = Place::find(root, &controllers)?;
+fn make_cgroup(ground: &Ground, subject: &Subject<'_>, directory: &Path) -> Result<Cgroup, String> {
+    let (place, limits) = (ground.0.as_ref().map_err(Clone::clone)?, subject.cgroup.as_ref().map_err(Clone::clone)?);
     // The run's id, or what stands in its place.
     let name = directory.file_name().and_then(OsStr::to_str).unwrap_or("other");
-    Cgroup::create(&place, &format!("{}{name}", cgroup::PREFIX), &limits)
+    let name = format!("{}{name}{}", cgroup::PREFIX, subject.suffix);
+    Cgroup::create(place, &name, limits).map_err(|error| error.to_string())
 }
 
 fn open_program(path: &Path) -> Result<OwnedFd, ConfineError> {

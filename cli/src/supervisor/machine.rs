@@ -10,18 +10,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use guest::host::Dial;
-use jailer::{Ended, Part};
+use jailer::{Jailed, Part};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 use vmm_control::{Config, ControlError, ControlSocket, Disk, Event, MAX_CMDLINE, Request};
 
 use super::console;
 use super::ending::OUT_OF_MEMORY_IS;
-use super::jail::{self, Confined};
+use super::jail::{self, Confined, Ground};
+use super::network::Link;
 use crate::home::HomeError;
 use crate::preflight::{PreflightError, open_kvm};
 use crate::spec::Machine;
-use crate::store::{sync_directory, write_jail};
+use crate::store::{VMM_JAIL, sync_directory, write_jail};
 
 /// How long a VMM that does not read its control socket may hold us up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -78,14 +79,20 @@ pub(crate) struct Vmm {
 
 impl Vmm {
     /// Makes a machine's disk in `directory`, to survive a crash of the host if `durable`, and starts its VMM. Call it on the
-    /// main thread: the VMM is killed when the thread that started it ends.
-    pub(crate) fn start(directory: &Path, machine: &Machine, durable: bool) -> Result<Self, MachineError> {
-        let config = config(machine)?;
+    /// main thread: the VMM is killed when the thread that started it ends. Without a link it has no network interface.
+    pub(crate) fn start(
+        ground: &Ground,
+        directory: &Path,
+        machine: &Machine,
+        durable: bool,
+        link: Option<&Link>,
+    ) -> Result<Self, MachineError> {
+        let config = Config { net: link.map(|_| Link::interface()), ..config(machine)? };
         let (ours, theirs) = ControlSocket::pair()?;
         rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
             .map_err(|error| MachineError::System("control socket", error.into()))?;
         let errors = create(&directory.join("vmm.log"))?;
-        let starting = jail::start(machine, threads(&config), directory, theirs.as_fd(), errors)?;
+        let starting = jail::start_vmm(ground, machine, threads(&config), directory, theirs.as_fd(), errors)?;
 
         // While the jail is built.
         let mut files: Vec<OwnedFd> = vec![open_kvm()?.into(), open(&machine.kernel_file)?];
@@ -100,13 +107,14 @@ impl Vmm {
         if machine.console {
             files.push(console::record(directory).map_err(|error| MachineError::System("console.log", error))?);
         }
-        let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        let mut files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        files.extend(link.map(Link::frames));
         let sent = ours.send(&Request::Start(config), &files);
         // If it did not come so far as to receive, the jail knows why.
         let process = starting.finish()?;
         drop(theirs);
         let record = process.record().map_err(|error| MachineError::System("the VMM", error))?;
-        write_jail(directory, &record)?;
+        write_jail(directory, VMM_JAIL, &record)?;
         // That it is gone already, and how it ended, is for those to say who watch it.
         match sent {
             Err(ControlError::Closed) => {}
@@ -168,34 +176,39 @@ impl Vmm {
 
     /// Waits for the VMM's process, kills it when `patience` is over, and says how it ended.
     pub(crate) fn reap(&mut self, patience: Duration) -> String {
-        let deadline = Instant::now().checked_add(patience);
-        loop {
-            match self.process.jailed.try_wait() {
-                Ok(Some(ended)) => return self.words(ended),
-                Ok(None) if deadline.is_some_and(|deadline| Instant::now() < deadline) => {
-                    std::thread::sleep(Duration::from_millis(2));
-                }
-                Ok(None) => {
-                    // It may end by itself just now: then this fails, and the wait below tells.
-                    let _ = self.process.jailed.kill();
-                    return self
-                        .process
-                        .jailed
-                        .wait()
-                        .map_or_else(|error| error.to_string(), |ended| self.words(ended));
-                }
-                Err(error) => return error.to_string(),
-            }
-        }
+        let how = reap(&mut self.process.jailed, patience);
+        if self.ran_out_of_memory() { OUT_OF_MEMORY_IS.to_owned() } else { how }
+    }
+
+    /// Whether its process has ended.
+    pub(super) fn has_ended(&mut self) -> bool {
+        !matches!(self.process.jailed.try_wait(), Ok(None))
     }
 
     /// Whether the kernel killed it because it reached its memory limit.
     pub(super) fn ran_out_of_memory(&self) -> bool {
         self.process.ran_out_of_memory()
     }
+}
 
-    fn words(&self, ended: Ended) -> String {
-        if self.ran_out_of_memory() { OUT_OF_MEMORY_IS.to_owned() } else { ended.to_string() }
+/// Waits for a process, kills it when `patience` is over, and says how it ended.
+pub(super) fn reap(process: &mut Jailed, patience: Duration) -> String {
+    let deadline = Instant::now().checked_add(patience);
+    let words =
+        |ended: io::Result<_>| ended.map_or_else(|error| error.to_string(), |ended: jailer::Ended| ended.to_string());
+    loop {
+        match process.try_wait() {
+            Ok(Some(ended)) => return ended.to_string(),
+            Ok(None) if deadline.is_some_and(|deadline| Instant::now() < deadline) => {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            Ok(None) => {
+                // It may end by itself just now: then this fails, and the wait below tells.
+                let _ = process.kill();
+                return words(process.wait());
+            }
+            Err(error) => return error.to_string(),
+        }
     }
 }
 
@@ -318,7 +331,7 @@ fn open(path: &Path) -> Result<OwnedFd, MachineError> {
     open_plainly(path, OFlags::RDONLY).map_err(|error| MachineError::File { path: path.to_owned(), error })
 }
 
-fn create(path: &Path) -> Result<File, MachineError> {
+pub(super) fn create(path: &Path) -> Result<File, MachineError> {
     open_plainly(path, OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC)
         .map(File::from)
         .map_err(|error| MachineError::File { path: path.to_owned(), error })

@@ -1,7 +1,7 @@
 //! The supervisor: the process that owns one run, from its first instant to its last.
 //!
-//! It holds the run's lock and is the parent of its VMM. The main thread decides; it starts the VMM (which
-//! is killed when that thread ends), and waits for what the other threads report. What comes from the VMM
+//! It holds the run's lock and is the parent of its VMM and its network filter. The main thread decides; it starts both (which
+//! are killed when that thread ends), and waits for what the other threads report. What comes from them
 //! and from the guest is hostile: it is bounded, it never blocks the main thread, and the machine is ended
 //! without its help.
 #![cfg_attr(
@@ -15,6 +15,7 @@ mod console;
 mod ending;
 pub(crate) mod jail;
 mod machine;
+mod network;
 mod serve;
 mod surroundings;
 
@@ -34,7 +35,9 @@ use vmm_control::{ControlError, Event, Stats};
 use self::connection::Connection;
 pub(crate) use self::console::tail;
 use self::ending::Ending;
+pub(crate) use self::jail::Ground;
 pub(crate) use self::machine::{MachineError, Vmm};
+use self::network::Filter;
 use self::serve::{Shared, own_command, serve};
 use crate::clock;
 use crate::events::{Events, LOG as EVENT_LOG};
@@ -51,6 +54,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(5);
 const REAP_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a workload has between SIGTERM and SIGKILL when the guest powers off.
 const POWER_OFF_GRACE: Duration = Duration::from_secs(2);
+/// How much later than its machine a network filter is told of whose end.
+const AFTER_MACHINE: Duration = Duration::from_millis(100);
 /// How long an orderly power-off may take, writing back everything included.
 const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
 /// How long other clients have to take their last frames.
@@ -88,6 +93,8 @@ enum Happening {
         /// Why, for the record.
         why: String,
     },
+    /// The network filter has ended.
+    NetworkEnded,
     /// The artifacts were copied, or not.
     Collected(artifacts::Collected),
 }
@@ -132,6 +139,7 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
                 notes = supervision.collect(wanted, to, &mut ending, orderly);
             }
             supervision.end_machine(orderly);
+            notes.append(&mut supervision.notes);
             command_started = supervision.started.take();
             (ending, Some(supervision))
         }
@@ -178,7 +186,11 @@ struct Supervision<'a> {
     spec: &'a Spec,
     happenings: Receiver<Happening>,
     vmm: Vmm,
+    /// Until it has ended.
+    network: Option<Filter>,
     shared: Arc<Shared>,
+    /// What there is to tell the client beside the end.
+    notes: Vec<String>,
     /// The thread that boots the guest, then runs the command.
     command: JoinHandle<()>,
     agent: Option<Agent>,
@@ -205,10 +217,27 @@ impl<'a> Supervision<'a> {
         client: &Arc<Connection>,
         how: Start<'_>,
     ) -> Result<Self, String> {
-        let vmm = Vmm::start(run.path(), &spec.machine, !spec.ephemeral).map_err(|error| error.to_string())?;
-        for (part, why) in vmm.unenforced() {
-            how.events.add("jail.unenforced", json!({ "part": part.name(), "why": why }));
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let (machine, ground) = (&spec.machine, Ground::find(&spec.machine.jail));
+        let starting = network::start(&ground, run.path(), &machine.jail, &spec.network);
+        let (starting, link) = starting.map_err(|error| text(&error))?;
+        let vmm = Vmm::start(&ground, run.path(), machine, !spec.ephemeral, Some(&link));
+        let vmm = vmm.map_err(|error| text(&error))?;
+        // The machine's is the only one from here on: who reads at the other end sees it end.
+        drop(link);
+        let mut network = starting.finish(run.path()).map_err(|error| text(&error))?;
+        for (program, unenforced) in [("bulkhead-vmm", vmm.unenforced()), ("bulkhead-netfilter", network.unenforced())]
+        {
+            for (part, why) in unenforced {
+                let missing = json!({ "program": program, "part": part.name(), "why": why });
+                how.events.add("jail.unenforced", missing);
+            }
         }
+        let told = sender.clone();
+        // Nobody listens once the run has ended.
+        network
+            .watch(Arc::clone(how.events), move || drop(told.send(Happening::NetworkEnded)))
+            .map_err(|error| text(&error))?;
         let listener = run.listen().map_err(|error| error.to_string())?;
         // What follows happens while the guest boots.
         let start_timeout = Duration::from_millis(spec.start_timeout_ms);
@@ -234,7 +263,8 @@ impl<'a> Supervision<'a> {
             Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
         };
         let events = Arc::clone(how.events);
-        let shared = Arc::new(Shared::new(spec.clone(), vmm.control(), Arc::clone(&events), sender));
+        let shared =
+            Arc::new(Shared::new(run, spec.clone(), vmm.control(), network.orders(), Arc::clone(&events), sender));
         let serving = Arc::clone(&shared);
         Builder::new()
             .name("serve".into())
@@ -245,7 +275,9 @@ impl<'a> Supervision<'a> {
             spec,
             happenings,
             vmm,
+            network: Some(network),
             shared,
+            notes: Vec::new(),
             command,
             agent: None,
             collector: None,
@@ -324,6 +356,7 @@ impl<'a> Supervision<'a> {
                     *in_good_order = orderly;
                     return Ending::asked(id, &why);
                 }
+                Happening::NetworkEnded => self.network_ended(started),
                 Happening::Collected(_) => Ok(()),
             };
             if let Err(error) = noted {
@@ -389,6 +422,26 @@ impl<'a> Supervision<'a> {
         }
     }
 
+    /// The filter is gone, and the network with it: nothing else leads out of the machine. The run goes on.
+    fn network_ended(&mut self, started: bool) -> Result<(), HomeError> {
+        // It ends after its machine, too, which is then on its way to say so.
+        let deadline = Instant::now().checked_add(AFTER_MACHINE);
+        while deadline.is_some_and(|deadline| Instant::now() < deadline) {
+            if self.vmm.has_ended() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let Some(mut network) = self.network.take() else { return Ok(()) };
+        let why = match console::tail(&self.run.path().join("netfilter.log")) {
+            Some(words) => format!("{}; it said: {words}", network.reap()),
+            None => network.reap(),
+        };
+        self.events.add("net.ended", json!({ "why": why }));
+        self.notes.push(format!("run {}: its network ended before it did: bulkhead-netfilter: {why}", self.spec.id));
+        self.note(started, Some(format!("network-ended: bulkhead-netfilter: {why}")))
+    }
+
     /// Writes down that the run goes on.
     fn note(&self, started: bool, reason: Option<String>) -> Result<(), HomeError> {
         let state = if started { Phase::Running } else { Phase::Starting };
@@ -412,6 +465,9 @@ impl<'a> Supervision<'a> {
             self.await_stop(STOP_PATIENCE);
         }
         self.vmm.reap(if self.stopped { REAP_PATIENCE } else { Duration::ZERO });
+        if let Some(counters) = self.network.take().and_then(Filter::end) {
+            self.events.add("net.stopped", json!(counters));
+        }
     }
 
     fn await_stop(&mut self, patience: Duration) {

@@ -8,16 +8,19 @@ use std::time::Duration;
 
 use guest::host::{Agent, AgentError};
 use guest::message::{ExecKind, ExecSpec, Terminal, printable};
+use netfilter_control::Policy;
 use serde_json::json;
 use vmm_control::{ControlSocket, Stats};
 
 use super::Happening;
 use super::connection::Connection;
 use super::ending::exit_of;
+use super::network::Orders;
 use crate::environment::merge;
 use crate::events::Events;
 use crate::frame::{Copy, Exec, Exit, Frame, Request, Size};
-use crate::spec::{Process, Spec};
+use crate::spec::{Process, SetPolicy, Spec};
+use crate::store::RunDirectory;
 
 /// Most clients at once.
 const MAX_CLIENTS: usize = 64;
@@ -27,8 +30,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// What the threads that serve clients share.
 #[derive(Debug)]
 pub(super) struct Shared {
+    run: RunDirectory,
     spec: Spec,
     control: Arc<ControlSocket>,
+    network: Arc<Orders>,
     events: Arc<Events>,
     /// Where the main thread listens.
     main: SyncSender<Happening>,
@@ -40,16 +45,20 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// For a run whose VMM has this control socket.
+    /// For a run whose VMM has this control socket, and whose network filter takes these orders.
     pub(super) fn new(
+        run: &RunDirectory,
         spec: Spec,
         control: Arc<ControlSocket>,
+        network: Arc<Orders>,
         events: Arc<Events>,
         main: SyncSender<Happening>,
     ) -> Self {
         Self {
+            run: RunDirectory::at(run.path().to_owned()),
             spec,
             control,
+            network,
             events,
             main,
             agent: OnceLock::new(),
@@ -147,6 +156,10 @@ fn client(mut stream: UnixStream, shared: &Shared) {
             Some(stats) => connection.finish(Frame::Stats(Box::new(stats))),
             None => connection.refuse(format!("run {}: its VMM does not answer", shared.spec.id)),
         },
+        Request::SetPolicy { policy } => match set_policy(shared, &policy) {
+            Ok(note) => connection.finish(Frame::Exit(Exit { notes: vec![note], ..Exit::default() })),
+            Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
+        },
         Request::Primary { .. } => connection.refuse(format!("run {}: its command has its client", shared.spec.id)),
     }
 }
@@ -179,6 +192,19 @@ fn stats(shared: &Shared) -> Option<Stats> {
     shared.asking.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
     shared.control.send(&vmm_control::Request::Stats, &[]).ok()?;
     answer.recv_timeout(PATIENCE).ok()
+}
+
+/// Puts a policy in force, and says what came of it.
+fn set_policy(shared: &Shared, policy: &Policy) -> Result<String, String> {
+    let mut set = SetPolicy { generation: 0, policy: policy.clone() };
+    let record = |generation| {
+        set.generation = generation;
+        let written = shared.run.write_policy(&set, !shared.spec.ephemeral);
+        written.map_err(|error| format!("the policy is in force, but inspect does not show it: {error}"))
+    };
+    let (generation, revoked) = shared.network.set_policy(policy, record)?;
+    let connections = if revoked == 1 { "connection" } else { "connections" };
+    Ok(format!("run {}: policy {generation} is in force; {revoked} {connections} reset", shared.spec.id))
 }
 
 /// The run's own command, as the agent is told.

@@ -1,6 +1,7 @@
 //! From the kernel's first user process to a machine that serves: mounts, modules, listener; and its end.
 
 use super::{
+    network,
     server::Server,
     workload::{Root, Workload, standard_descriptors},
 };
@@ -36,6 +37,9 @@ const CGROUPS: &str = "/cgroup";
 
 /// Modules to load, one file name a line, in this order; beside the files.
 const ORDER: &str = "/modules/order";
+
+/// The driver of the vsock device. What comes after it is for the network.
+const TRANSPORT: &str = "vmw_vsock_virtio_transport";
 
 const MODULE_COMPRESSED: i32 = 4;
 
@@ -73,7 +77,8 @@ fn run(builder: bool) -> Result<(), BootError> {
     }
     standard_descriptors().map_err(failed("/dev/null"))?;
     sys::ignore(libc::SIGPIPE);
-    let listener = load_modules()?;
+    let mut drivers = Drivers::read();
+    let listener = drivers.load_first()?;
     // Programs that listen on 127.0.0.1 expect it; a machine without it is no reason not to run.
     if let Err(error) = sys::loopback_up() {
         note(&format!("bulkhead-guest: loopback: {error}"));
@@ -83,6 +88,11 @@ fn run(builder: bool) -> Result<(), BootError> {
     let root = if builder { Root::Builder(device) } else { Root::Disk { device, modules } };
     let workload = Workload::start(&root, Some(Path::new(CGROUPS)))
         .map_err(|e| BootError { what: "workload".into(), error: io::Error::other(e) })?;
+    // While the workload's first process mounts the disk. A machine that does not come to its network runs without.
+    drivers.load_rest();
+    if let Err(error) = network::bring_up() {
+        note(&format!("bulkhead-guest: network: {error}"));
+    }
     // A console of another VMM, for comparing boot times; ours has none.
     if let Ok(mut console) = OpenOptions::new().write(true).custom_flags(libc::O_NOCTTY).open("/dev/hvc0") {
         let _ = console.write_all(b"bulkhead-guest ready\n");
@@ -90,24 +100,45 @@ fn run(builder: bool) -> Result<(), BootError> {
     Server::new(listener, workload, true).run().map_err(failed("serve"))
 }
 
-/// Loads the modules and removes their files, whose memory is the machine's. The listener is made as soon as there
-/// are vsock sockets: the host connects when the vsock device's driver is up, and would otherwise be refused.
-fn load_modules() -> Result<OwnedFd, BootError> {
-    let order = fs::read_to_string(ORDER).unwrap_or_default();
-    let mut listener = None;
-    for name in order.lines().map(str::trim).filter(|line| !line.is_empty()) {
-        let path = Path::new("/modules").join(name);
-        match load(&path) {
-            Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-            Err(error) => note(&format!("bulkhead-guest: module {name}: {error}")),
-        }
-        let _ = fs::remove_file(&path);
-        if is_vsock(name) {
-            listener = sys::vsock_listener(AGENT_PORT).ok();
-        }
+/// The modules that are still to be loaded. Their files are removed as they are, since their memory is the machine's.
+struct Drivers(std::vec::IntoIter<String>);
+
+impl Drivers {
+    fn read() -> Self {
+        let order = fs::read_to_string(ORDER).unwrap_or_default();
+        let _ = fs::remove_file(ORDER);
+        let names = order.lines().map(str::trim).filter(|line| !line.is_empty());
+        Self(names.map(str::to_owned).collect::<Vec<_>>().into_iter())
     }
-    let _ = fs::remove_file(ORDER);
-    listener.map_or_else(|| sys::vsock_listener(AGENT_PORT), Ok).map_err(failed(format!("vsock port {AGENT_PORT}")))
+
+    /// Loads what a disk and the host's connections take, up to the transport of vsock. The listener is made as soon as
+    /// there are vsock sockets: the host connects when the vsock device's driver is up, and would otherwise be refused.
+    fn load_first(&mut self) -> Result<OwnedFd, BootError> {
+        let mut listener = None;
+        for name in self.0.by_ref() {
+            load_and_remove(&name);
+            if is_module(&name, "vsock") {
+                listener = sys::vsock_listener(AGENT_PORT).ok();
+            }
+            if is_module(&name, TRANSPORT) {
+                break;
+            }
+        }
+        listener.map_or_else(|| sys::vsock_listener(AGENT_PORT), Ok).map_err(failed(format!("vsock port {AGENT_PORT}")))
+    }
+
+    fn load_rest(&mut self) {
+        self.0.by_ref().for_each(|name| load_and_remove(&name));
+    }
+}
+
+fn load_and_remove(name: &str) {
+    let path = Path::new("/modules").join(name);
+    match load(&path) {
+        Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+        Err(error) => note(&format!("bulkhead-guest: module {name}: {error}")),
+    }
+    let _ = fs::remove_file(&path);
 }
 
 fn load(path: &Path) -> rustix::io::Result<()> {
@@ -116,8 +147,9 @@ fn load(path: &Path) -> rustix::io::Result<()> {
     finit_module(&file, c"", if plain { 0 } else { MODULE_COMPRESSED })
 }
 
-fn is_vsock(name: &str) -> bool {
-    name == "vsock.ko" || name.starts_with("vsock.ko.")
+/// Whether this is the file of a module, packed or not.
+fn is_module(file: &str, name: &str) -> bool {
+    file.strip_prefix(name).is_some_and(|rest| rest == ".ko" || rest.starts_with(".ko."))
 }
 
 /// Writes a line to the kernel's log: the one place where a machine without a console can be read afterwards.
@@ -184,7 +216,8 @@ mod tests {
 
     #[test]
     fn the_vsock_core_is_known_from_its_neighbours() {
-        assert!(is_vsock("vsock.ko") && is_vsock("vsock.ko.xz"));
-        assert!(!is_vsock("vmw_vsock_virtio_transport.ko"));
+        assert!(is_module("vsock.ko", "vsock") && is_module("vsock.ko.xz", "vsock"));
+        assert!(!is_module("vmw_vsock_virtio_transport.ko", "vsock"));
+        assert!(!is_module("vmw_vsock_virtio_transport_common.ko", TRANSPORT));
     }
 }

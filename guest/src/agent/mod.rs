@@ -7,6 +7,7 @@ mod exec;
 mod image;
 mod machine;
 mod modprobe;
+mod network;
 mod requests;
 mod server;
 mod tarball;

@@ -5,7 +5,7 @@
 //! namespace for its children: each fork of it is then a process of the workload's and yet its own child, so it can
 //! wait for it. Only the mount namespace has to be entered.
 
-use super::{cgroup::Cgroup, modprobe};
+use super::{cgroup::Cgroup, modprobe, network};
 use crate::sys;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -238,6 +238,10 @@ fn furnish(root: &Root, cgroups: bool, terminals: &OwnedFd) -> Result<(), Worklo
         make_dir("/lib/modules")?;
         move_mount(&modules, "", rustix::fs::CWD, "/lib/modules", MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
             .map_err(failed("mount /lib/modules"))?;
+    }
+    if matches!(root, Root::Disk { .. }) {
+        // An image whose /etc is something else cannot be helped, and may not need names.
+        let _ = network::name_server();
     }
     for (link, target) in [("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")] {
         // Another workload's life may have made them: devtmpfs is one for the whole machine.

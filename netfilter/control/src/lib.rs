@@ -15,6 +15,7 @@ pub mod classify;
 mod event;
 mod message;
 mod name;
+pub mod plan;
 mod policy;
 mod socket;
 

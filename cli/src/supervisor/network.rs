@@ -1,0 +1,449 @@
+//! The network of a run: its filter's process, what that is told, and what it reports.
+//!
+//! What comes from the filter is hostile: a guest may have taken it over. It is bounded, in number and in bytes, and nobody
+//! waits for it without an end. A filter that ends takes the network along and nothing else.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use guest::message::printable;
+use jailer::Part;
+use netfilter_control::{
+    Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, MAX_RESOLVERS, Policy, Record, Request, plan,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, socketpair, sockopt};
+use serde_json::{Value, json};
+
+use super::jail::{self, Confined, Confining, Ground};
+use super::machine::{create, reap};
+use crate::events::Events;
+use crate::home::HomeError;
+use crate::spec::{self, Network};
+use crate::store::{FILTER_JAIL, write_jail};
+
+/// How long a filter may take to say that it serves. It is a matter of milliseconds; a host that thrashes is given time.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+/// How long it may take to answer, to take an order, and to end.
+const PATIENCE: Duration = Duration::from_secs(5);
+const END_PATIENCE: Duration = Duration::from_secs(1);
+/// How often the host's name servers are looked up again.
+const RESOLVERS_AGAIN: Duration = Duration::from_secs(10);
+/// Buffer of the frames' sockets. The host may give less.
+const FRAME_BUFFER: usize = 2 << 20;
+/// Where the host says whom to ask for names.
+const RESOLVERS: &str = "/etc/resolv.conf";
+/// The port of name servers.
+const DNS: u16 = 53;
+/// Records that are written in a second: what a filter sends at most that is no enemy's (20 of each kind).
+const RECORDS_A_SECOND: u32 = 300;
+/// Bytes of records in a run's log. The rest is counted.
+const MAX_RECORDS: usize = 32 << 20;
+
+/// Why a run has no network, which it must have.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NetworkError {
+    /// The jail.
+    #[error("network filter: {0}")]
+    Jail(#[from] jail::ConfineError),
+    /// The run's directory.
+    #[error(transparent)]
+    Home(#[from] HomeError),
+    /// The control socket.
+    #[error("network filter: {0}")]
+    Control(#[from] ControlError),
+    /// It does not want to.
+    #[error("network filter: {0}")]
+    Refused(String),
+    /// A system call.
+    #[error("network filter: {0}: {1}")]
+    System(&'static str, io::Error),
+}
+
+/// The guest's end of its network: what a machine needs to have an interface. It is made with a filter at the other end, and a
+/// filter with a policy.
+#[derive(Debug)]
+pub(crate) struct Link(OwnedFd);
+
+impl Link {
+    /// For the VMM.
+    pub(super) fn frames(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    /// The interface.
+    pub(super) fn interface() -> vmm_control::Net {
+        vmm_control::Net { mac: plan::GUEST_MAC }
+    }
+}
+
+/// A filter that is being started.
+#[derive(Debug)]
+pub(super) struct Starting {
+    confining: Confining,
+    control: ControlSocket,
+    resolvers: Vec<SocketAddr>,
+}
+
+/// Starts the filter of a run. Call it on the main thread: the filter is killed when the thread that started it ends.
+pub(super) fn start(
+    ground: &Ground,
+    directory: &Path,
+    jail: &spec::Jail,
+    network: &Network,
+) -> Result<(Starting, Link), NetworkError> {
+    let system = |what| move |error: Errno| NetworkError::System(what, error.into());
+    let (control, theirs) = ControlSocket::pair()?;
+    let errors = create(&directory.join("netfilter.log"))
+        .map_err(|error| NetworkError::System("netfilter.log", io::Error::other(error.to_string())))?;
+    let confining = jail::start_filter(ground, &network.netfilter, jail, directory, theirs.as_fd(), errors)?;
+
+    // While the jail is built.
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let (frames, link) = pair.map_err(system("socketpair"))?;
+    for end in [&frames, &link] {
+        // It works with less, only slower. Over the host's limit only root may go.
+        if sockopt::set_socket_send_buffer_size_force(end, FRAME_BUFFER).is_err() {
+            let _ = sockopt::set_socket_send_buffer_size(end, FRAME_BUFFER);
+        }
+    }
+    let routes = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None);
+    let routes = routes.map_err(system("netlink socket"))?;
+    let policy = in_memory(&network.policy)?;
+    let resolvers = resolvers();
+    let config = Config { generation: 1, resolvers: resolvers.clone(), proxy: None, restored: false };
+    send(&control, &Request::Start(config), &[frames.as_fd(), routes.as_fd(), policy.as_fd()])?;
+    Ok((Starting { confining, control, resolvers }, Link(link)))
+}
+
+impl Starting {
+    /// Waits until the filter serves the guest, or until it is known why it does not.
+    pub(super) fn finish(self, directory: &Path) -> Result<Filter, NetworkError> {
+        let Self { confining, control, resolvers } = self;
+        let mut process = confining.finish()?;
+        let record = process.record().map_err(|error| NetworkError::System("its process", error))?;
+        write_jail(directory, FILTER_JAIL, &record)?;
+        let deadline = Instant::now().checked_add(START_PATIENCE);
+        match next(&control, deadline) {
+            Ok(Some(Event::Running)) => {}
+            Ok(Some(Event::Refused { error })) => return Err(NetworkError::Refused(printable(&error))),
+            Ok(Some(_)) => return Err(NetworkError::Refused("it does not begin as it should".to_owned())),
+            Ok(None) => return Err(NetworkError::Refused(format!("no word of it in {START_PATIENCE:?}"))),
+            Err(ControlError::Closed) => {
+                let how = reap(&mut process.jailed, END_PATIENCE);
+                return Err(NetworkError::Refused(format!("it ended unexpectedly ({how})")));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        let orders = Orders { control, generation: Mutex::new(1), answers: Mutex::default() };
+        Ok(Filter { process, orders: Arc::new(orders), resolvers, ended: None })
+    }
+}
+
+/// A running filter. Dropping it kills and reaps it.
+#[derive(Debug)]
+pub(super) struct Filter {
+    process: Confined,
+    orders: Arc<Orders>,
+    resolvers: Vec<SocketAddr>,
+    /// Gives its counters when all that it had to say was written down.
+    ended: Option<Receiver<Option<Counters>>>,
+}
+
+impl Filter {
+    /// Parts of the jail that are missing, each with the reason.
+    pub(super) fn unenforced(&self) -> &[(Part, String)] {
+        self.process.unenforced()
+    }
+
+    /// Where orders go.
+    pub(super) fn orders(&self) -> Arc<Orders> {
+        Arc::clone(&self.orders)
+    }
+
+    /// Writes its records to the log, on a thread of its own, and calls `then` when it has ended.
+    pub(super) fn watch(
+        &mut self,
+        events: Arc<Events>,
+        then: impl FnOnce() + Send + 'static,
+    ) -> Result<(), NetworkError> {
+        let (sender, ended) = channel();
+        let (orders, mut known) = (self.orders(), std::mem::take(&mut self.resolvers));
+        let watch = move || {
+            let mut journal = Journal::new(events);
+            let counters = listen(&orders, &mut journal, &mut known);
+            orders.answer(&Err("the network of the run has ended".to_owned()));
+            journal.end();
+            // Nobody listens once the run has ended.
+            let _ = sender.send(counters);
+            then();
+        };
+        std::thread::Builder::new()
+            .name("network".into())
+            .spawn(watch)
+            .map_err(|error| NetworkError::System("thread", error))?;
+        self.ended = Some(ended);
+        Ok(())
+    }
+
+    /// How it ended, when it has. It is killed if it takes too long.
+    pub(super) fn reap(&mut self) -> String {
+        reap(&mut self.process.jailed, END_PATIENCE)
+    }
+
+    /// Ends it after its guest, and gives its counters, if it still has the word.
+    pub(super) fn end(mut self) -> Option<Counters> {
+        let _ = self.orders.control.send(&Request::Stop, &[]);
+        let counters = self.ended.take()?.recv_timeout(END_PATIENCE).unwrap_or_default();
+        self.reap();
+        counters
+    }
+}
+
+/// What other threads want of the filter.
+#[derive(Debug)]
+pub(super) struct Orders {
+    control: ControlSocket,
+    /// Of the policy in force. Held while a new one is set.
+    generation: Mutex<u64>,
+    answers: Mutex<Option<Sender<Result<u64, String>>>>,
+}
+
+impl Orders {
+    /// Puts a policy in force: its number, and how many connections it ended. `record` is called when it is.
+    pub(super) fn set_policy(
+        &self,
+        policy: &Policy,
+        record: impl FnOnce(u64) -> Result<(), String>,
+    ) -> Result<(u64, u64), String> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let file = in_memory(policy).map_err(|error| text(&error))?;
+        let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = generation.saturating_add(1);
+        let (sender, answer) = channel();
+        *self.answers.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+        send(&self.control, &Request::SetPolicy { generation: next }, &[file.as_fd()]).map_err(
+            |error| match error {
+                ControlError::Closed => "the network of the run has ended".to_owned(),
+                error => text(&error),
+            },
+        )?;
+        let revoked = answer.recv_timeout(PATIENCE).map_err(|_| "its network filter does not answer".to_owned())??;
+        *generation = next;
+        record(next)?;
+        Ok((next, revoked))
+    }
+
+    fn answer(&self, answer: &Result<u64, String>) {
+        if let Some(who) = self.answers.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // Someone who has stopped waiting is no loss.
+            let _ = who.send(answer.clone());
+        }
+    }
+}
+
+/// Listens until the filter has nothing more to say, and gives its last counters.
+fn listen(orders: &Orders, journal: &mut Journal, known: &mut Vec<SocketAddr>) -> Option<Counters> {
+    loop {
+        let event = match next(&orders.control, Instant::now().checked_add(RESOLVERS_AGAIN)) {
+            Ok(Some(event)) => event,
+            Ok(None) => {
+                let found = resolvers();
+                if found != *known {
+                    let request = Request::SetResolvers { resolvers: found.clone() };
+                    // Without room now, it is tried again next time.
+                    if orders.control.send(&request, &[]).unwrap_or(false) {
+                        *known = found;
+                    }
+                }
+                continue;
+            }
+            Err(_) => return None,
+        };
+        match event {
+            Event::Record { record } => {
+                journal.write(&record);
+                if let Record::PolicySet { revoked, .. } = record {
+                    orders.answer(&Ok(revoked));
+                }
+            }
+            Event::PolicyRefused { error, .. } => orders.answer(&Err(printable(&error))),
+            Event::Stopped(counters) => return Some(counters),
+            _ => {}
+        }
+    }
+}
+
+/// The next event; nothing when the deadline passes first.
+fn next(control: &ControlSocket, deadline: Option<Instant>) -> Result<Option<Event>, ControlError> {
+    loop {
+        if let Some((event, _)) = control.receive::<Event>()? {
+            return Ok(Some(event));
+        }
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        if left.is_some_and(|left| left.is_zero()) {
+            return Ok(None);
+        }
+        wait(control, PollFlags::IN, left)?;
+    }
+}
+
+/// Sends a message, and waits a while for room.
+fn send(control: &ControlSocket, request: &Request, descriptors: &[BorrowedFd<'_>]) -> Result<(), ControlError> {
+    if control.send(request, descriptors)? {
+        return Ok(());
+    }
+    wait(control, PollFlags::OUT, Some(PATIENCE))?;
+    if control.send(request, descriptors)? { Ok(()) } else { Err(io::Error::from(io::ErrorKind::TimedOut).into()) }
+}
+
+fn wait(control: &ControlSocket, flags: PollFlags, time: Option<Duration>) -> Result<(), ControlError> {
+    let time = time.and_then(|time| Timespec::try_from(time).ok());
+    match poll(&mut [PollFd::new(control, flags)], time.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(io::Error::from(error).into()),
+    }
+}
+
+/// The records of a filter on their way to the log: so many a second, and so many bytes in all. What is more is counted.
+#[derive(Debug)]
+struct Journal {
+    events: Arc<Events>,
+    second: Instant,
+    left: u32,
+    room: usize,
+    lost: u64,
+}
+
+impl Journal {
+    fn new(events: Arc<Events>) -> Self {
+        Self { events, second: Instant::now(), left: RECORDS_A_SECOND, room: MAX_RECORDS, lost: 0 }
+    }
+
+    fn write(&mut self, record: &Record) {
+        if self.second.elapsed() >= Duration::from_secs(1) {
+            (self.second, self.left) = (Instant::now(), RECORDS_A_SECOND);
+            if self.room > 0 {
+                self.end();
+            }
+        }
+        let data = fields(record);
+        let length = data.to_string().len();
+        if self.left == 0 || length > self.room {
+            self.lost = self.lost.saturating_add(1);
+            // Full is full: what is small later would stand there as if nothing were missing before it.
+            self.room = if length > self.room { 0 } else { self.room };
+            return;
+        }
+        self.left = self.left.saturating_sub(1);
+        self.room = self.room.saturating_sub(length);
+        self.events.add(record.kind(), data);
+    }
+
+    /// Writes down how many were only counted.
+    fn end(&mut self) {
+        if self.lost > 0 {
+            self.events.add("net.lost", json!({ "count": std::mem::take(&mut self.lost) }));
+        }
+    }
+}
+
+/// A record without its type, which is the event's name.
+fn fields(record: &Record) -> Value {
+    let mut data = serde_json::to_value(record).unwrap_or_default();
+    if let Some(data) = data.as_object_mut() {
+        data.remove("type");
+    }
+    data
+}
+
+/// A file in memory that holds a policy.
+fn in_memory(policy: &Policy) -> Result<OwnedFd, NetworkError> {
+    let bytes = serde_json::to_vec(policy).map_err(ControlError::from)?;
+    if bytes.len() > MAX_POLICY {
+        return Err(NetworkError::Refused(format!(
+            "a policy of {} bytes when compiled, over {MAX_POLICY}",
+            bytes.len()
+        )));
+    }
+    let system = |error: io::Error| NetworkError::System("memfd", error);
+    let file = rustix::fs::memfd_create("policy", MemfdFlags::CLOEXEC).map_err(|error| system(error.into()))?;
+    let mut file = File::from(file);
+    file.write_all(&bytes).map_err(system)?;
+    Ok(file.into())
+}
+
+/// The name servers of this host. Without any, no name can be reached.
+fn resolvers() -> Vec<SocketAddr> {
+    named(&std::fs::read_to_string(RESOLVERS).unwrap_or_default())
+}
+
+/// From the text of resolv.conf(5). An address with a zone is one of a link, which the filter does not ask.
+fn named(text: &str) -> Vec<SocketAddr> {
+    let addresses = text.lines().filter_map(|line| {
+        let mut words = line.split_whitespace();
+        let address = words.next().filter(|word| *word == "nameserver").and_then(|_| words.next())?;
+        Some(SocketAddr::new(address.parse::<IpAddr>().ok()?, DNS))
+    });
+    addresses.take(MAX_RESOLVERS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use netfilter_control::{Reason, Record};
+
+    use super::*;
+
+    #[test]
+    fn name_servers_are_those_of_the_host() {
+        let text = "# nameserver 1.1.1.1\nsearch lan\nnameserver 9.9.9.9 # x\n nameserver\t2620:fe::fe\n\
+                    nameserver fe80::1%eth0\nnameserver x\nnameserver";
+        let expected = ["9.9.9.9:53", "[2620:fe::fe]:53"].map(|address| address.parse::<SocketAddr>().unwrap());
+        assert_eq!(named(text), expected);
+        assert_eq!(named(&"nameserver 9.9.9.9\n".repeat(20)).len(), MAX_RESOLVERS);
+    }
+
+    #[test]
+    fn an_enemy_with_the_filters_socket_fills_no_disk() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = Journal::new(Arc::new(Events::open(directory.path(), false).unwrap()));
+        let record = |length: usize| Record::DnsDenied {
+            name: "x".repeat(length),
+            qtype: 1,
+            reason: Reason::NoRule,
+            rule: None,
+            hint: "\u{1b}".into(),
+        };
+        // More at once than there ever are,
+        for _ in 0..2 * RECORDS_A_SECOND {
+            journal.write(&record(10));
+        }
+        journal.end();
+        let log = || std::fs::read_to_string(directory.path().join("events.jsonl")).unwrap();
+        assert_eq!(log().lines().filter(|line| line.contains("net.dns.denied")).count(), 300);
+        assert!(log().lines().last().unwrap().contains(r#""event":"net.lost""#));
+        assert!(log().lines().last().unwrap().contains(r#""count":300"#));
+        assert!(!log().contains('\u{1b}') && !log().contains("\"type\""));
+        // and more than fit.
+        journal.left = 10;
+        journal.room = 20_000;
+        for _ in 0..3 {
+            journal.write(&record(15_000));
+        }
+        assert_eq!((journal.lost, journal.room), (2, 0));
+    }
+
+    #[test]
+    fn the_agent_has_the_addresses_that_the_filter_expects() {
+        use guest::link::{ADDRESS, GATEWAY, NETMASK};
+        assert_eq!((ADDRESS, GATEWAY, NETMASK), (plan::GUEST, plan::GATEWAY, plan::NETMASK));
+    }
+}
