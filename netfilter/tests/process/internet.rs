@@ -91,6 +91,8 @@ struct Seen {
 
 /// The role.
 pub(crate) fn play() {
+    // Else the kernel of this end says things of its own.
+    let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1");
     println!("born");
     let seen = Arc::new(Mutex::new(Seen::default()));
     for line in std::io::stdin().lines() {

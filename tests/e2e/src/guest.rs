@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -9,8 +10,9 @@ use std::time::{Duration, Instant};
 
 use guest::host::{Agent, Dial, Welcome};
 use guest::message::{ExecSpec, ExitRecord};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use snapshot::disk::create_layer;
-use vmm_control::{Config, Disk, Stats};
+use vmm_control::{Config, Disk, Net, Stats};
 
 use crate::host::{self, open};
 use crate::vmm::Vmm;
@@ -26,6 +28,8 @@ pub(crate) struct Guest {
     pub(crate) connections: Arc<Mutex<Vec<UnixStream>>>,
     /// Where the live layer is: `data` and `map`.
     pub(crate) files: tempfile::TempDir,
+    /// Of its network.
+    _other_end: OwnedFd,
 }
 
 /// What a guest is made of.
@@ -86,7 +90,11 @@ impl Guest {
             queues: 1,
         });
         let disks = std::iter::once(disk).chain(more).collect();
-        let config = Config { disks, ..host::config(recipe.vcpus, recipe.memory, 2) };
+        // An interface as every run has one, at the other end of which nobody says anything.
+        let net = Some(Net { mac: [2, 0, 0, 0, 0, 2] });
+        let config = Config { disks, net, ..host::config(recipe.vcpus, recipe.memory, 2) };
+        let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (frames, other_end) = pair.unwrap();
         let kernel = host::newest_kernel();
         let mut parts = vec![
             open(&kernel.join("vmlinux")),
@@ -97,12 +105,13 @@ impl Guest {
             layer("map"),
         ];
         parts.extend(recipe.more.iter().map(|path| open(path)));
+        parts.push(frames.into());
         let vmm = Arc::new(Vmm::start(config, &parts.iter().collect::<Vec<_>>()).unwrap());
         let connections = Arc::default();
         let dialer = Arc::new(Dialer { vmm: vmm.clone(), connections: Arc::clone(&connections) });
         let welcome = Welcome { entropy: vec![7; 32], hostname: "test".into() };
         let agent = Agent::connect(dialer, &welcome, Instant::now() + Duration::from_secs(120)).unwrap();
-        Self { vmm, agent, connections, files }
+        Self { vmm, agent, connections, files, _other_end: other_end }
     }
 
     /// Runs a shell script to its end: its standard output. It must succeed.

@@ -115,7 +115,8 @@ fn a_supervisor_that_is_asked_to_end_does_so_in_good_order() {
     let log = std::fs::read_to_string(run["events"].as_str().unwrap()).unwrap();
     let events: Vec<serde_json::Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let names: Vec<&str> = events.iter().map(|event| event["event"].as_str().unwrap()).collect();
-    assert_eq!(names, ["run.created", "run.booted", "run.started", "exec.started", "exec.ended", "run.ended"]);
+    let expected = ["run.created", "net.policy.set", "run.booted", "run.started", "exec.started", "exec.ended"];
+    assert_eq!(names, [&expected[..], &["net.stopped", "run.ended"]].concat());
     assert!(events.iter().enumerate().all(|(n, event)| event["seq"] == n), "{log}");
     // Nothing of the disk was lost: its journal needs no replay.
     assert_eq!(bulkhead.output(&["rm", "box"]).expect(0), "box\n");
@@ -134,7 +135,7 @@ fn all_at_once_leave_nothing() {
     let mut other = bulkhead.start(&["exec", "box", "sh", "-c", "echo begin; exec yes"]);
     other.until_printed("begin\ny\n");
     let processes: Vec<Process> = processes::all(&bulkhead);
-    assert_eq!(processes.len(), 4, "{processes:?}");
+    assert_eq!(processes.len(), 5, "{processes:?}");
     // The supervisor first: whoever saw the VMM die could not report it.
     for process in processes.iter().filter(|process| process.supervises) {
         process.kill();

@@ -11,6 +11,14 @@ mod cli;
 mod command;
 mod guest;
 mod host;
+#[allow(
+    dead_code,
+    clippy::cast_sign_loss,
+    clippy::needless_pass_by_value,
+    reason = "it is a part of the filter's tests, which need more of it"
+)]
+#[path = "../../../netfilter/tests/process/internet.rs"]
+mod internet;
 #[allow(dead_code, reason = "what lists are compiled with; here only numbers count")]
 #[path = "../../../jailer/seccomp/build/names.rs"]
 mod names;
@@ -28,6 +36,7 @@ mod kernel;
 mod kill;
 mod limits;
 mod machine;
+mod network;
 mod refusals;
 mod run;
 mod tty;
@@ -44,6 +53,22 @@ use rustix::process::Pid;
 type Test = (&'static str, fn());
 
 const LIST: &str = include_str!("../tests.list");
+
+/// Says that this process is the Internet of a test, in a network namespace of its own.
+const ROLE: &str = "BULKHEAD_TEST_ROLE";
+
+/// This program in a role, in a new network namespace.
+fn unshare(role: &str) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--net", "--"]).arg(std::env::current_exe().unwrap()).env(ROLE, role);
+    command
+}
+
+/// Runs ip(8).
+fn ip(arguments: &str) {
+    let status = Command::new("ip").args(arguments.split_whitespace()).status().unwrap();
+    assert!(status.success(), "ip {arguments}: {status}");
+}
 
 /// Longer than any one test takes under emulation; one that hangs ends here. Soaks have longer lists.
 fn deadline() -> Duration {
@@ -64,8 +89,13 @@ fn main() -> ExitCode {
         limits::TESTS,
         hostile::TESTS,
         image::TESTS,
+        network::TESTS,
     ];
     let tests: Vec<Test> = parts.concat();
+    if std::env::var_os(ROLE).is_some() {
+        internet::play();
+        return ExitCode::SUCCESS;
+    }
     // Each test is a process of its own, so that one which aborts or hangs takes no other along.
     if let [_, "--one", name] = std::env::args().collect::<Vec<_>>().iter().map(String::as_str).collect::<Vec<_>>()[..]
     {

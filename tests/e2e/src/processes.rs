@@ -78,13 +78,18 @@ pub(crate) fn supervisor(bulkhead: &Bulkhead) -> Process {
     found.unwrap()
 }
 
-/// The VMM of the only run, once there is one: the supervisor's child.
+/// The VMM of the only run, once there is one.
 pub(crate) fn vmm(bulkhead: &Bulkhead) -> Process {
+    child(bulkhead, "bulkhead-vmm")
+}
+
+/// The process of this program that is the supervisor's child, once there is one.
+pub(crate) fn child(bulkhead: &Bulkhead, program: &str) -> Process {
     let supervisor = supervisor(bulkhead).pid;
     let mut found = None;
-    until("a VMM", || {
-        let vmm = |process: &Process| process.program == "bulkhead-vmm" && process.parent == supervisor;
-        found = all(bulkhead).into_iter().find(vmm);
+    until(program, || {
+        let is_it = |process: &Process| process.program == program && process.parent == supervisor;
+        found = all(bulkhead).into_iter().find(is_it);
         found.is_some()
     });
     found.unwrap()
