@@ -123,8 +123,9 @@ fn begin(seen: &Arc<Mutex<Seen>>) {
     serve((ORIGIN, 80).into(), web);
     serve((ORIGIN, 443).into(), echo);
     serve((ORIGIN, 22).into(), |mut stream| {
-        stream.write_all(b"SSH-2.0-test\r\n").unwrap();
-        echo(stream);
+        if stream.write_all(b"SSH-2.0-test\r\n").is_ok() {
+            echo(stream);
+        }
     });
     for address in FORBIDDEN.into_iter().chain([ROUTER]) {
         let seen = seen.clone();
