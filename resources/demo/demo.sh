@@ -43,7 +43,7 @@ What the job saw, and what it did not:
     files       the image's, and copies of those three inputs; of this machine's files none: there is no shared
                 directory, and the job's writes ended in that layer
     processes   $(inside processes), all of its own; it was $(inside user) there, which is nobody here
-    network     interfaces: $(inside interfaces)- there is no network card, so nothing to filter:
+    network     interfaces: $(inside interfaces)- what leaves goes through a filter, which was told to allow nothing:
                 connecting to an address: $(inside address)
                 looking up a name: $(inside name)
     came out    copies of what it left in out/, its output and its exit status; nothing in there decides where a
