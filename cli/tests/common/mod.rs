@@ -23,6 +23,7 @@ impl Place {
         kernel[18] = 62;
         for (path, content) in [
             ("lib/bulkhead/bulkhead-vmm", &b""[..]),
+            ("lib/bulkhead/bulkhead-netfilter", b""),
             ("lib/bulkhead/bulkhead-jailer", b""),
             ("lib/bulkhead/agent.cpio", b""),
             ("home/images/busybox/root.img", &[0; 8192]),
