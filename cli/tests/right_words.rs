@@ -161,13 +161,14 @@ fn the_doctor_says_what_is_missing_and_how_to_mend_it() {
         "memory",
         "programs",
         "jail",
+        "network",
         "disk",
         "guest-kernel",
         "image",
     ];
     assert_eq!(names, all);
     assert!(checks.iter().all(|check| (check["verdict"] == "ok") == check["mend"].is_null()), "{report}");
-    assert_eq!(checks[13]["found"], "bare, broken, busybox");
+    assert_eq!(checks[14]["found"], "bare, broken, busybox");
     let lines = text(&place.output(&["doctor"]).stdout);
     assert_eq!(lines.lines().count(), all.len(), "a line a check: {lines}");
 

@@ -37,6 +37,9 @@ const FILTER_SOCKETS: u64 = 64 << 20;
 /// Longest file that a network filter writes: what a snapshot keeps of it. Its log is shorter.
 const FILTER_FILE: u64 = 4 << 20;
 
+const FILTER_LIMITS: Limits =
+    Limits { descriptors: FILTER_DESCRIPTORS, threads: 1, memory: FILTER_MEMORY, file_size: FILTER_FILE };
+
 /// Why a process could not be confined.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConfineError {
@@ -286,21 +289,40 @@ impl Confining {
     }
 }
 
-/// Starts a VMM in the jail to see what the kernel says of it, and ends it: it is given no machine. Without a cgroup, since
-/// one for a run may be made elsewhere.
+/// Starts a VMM in the jail to see what the kernel says of it, and ends it: it is given no machine.
 pub(crate) fn try_out(jailer: &Path, vmm: &Path) -> Result<Seen, ConfineError> {
-    let user = if geteuid().is_root() { Some(lease(users::DEFAULT)?) } else { None };
-    let (uid, gid) = identity(user.as_ref());
-    let limits = Limits { descriptors: DESCRIPTORS, threads: 4, memory: VMM_MEMORY, file_size: 0 };
-    let request = Request { target: Target::Vmm, uid, gid, limits, cgroup: false, without: Vec::new() };
-    let program = open_program(vmm)?;
     // It waits for a machine on its end until ours is closed.
     let (_ours, theirs) = UnixStream::pair().map_err(JailError::Report)?;
-    let errors = File::options().write(true).open("/dev/null").map_err(JailError::Report)?;
-    let control = theirs.as_fd();
-    let jail = Jail { jailer, request: &request, program: program.as_fd(), control, errors, cgroup: None };
-    let jailed = jail.start()?.finish()?;
+    let limits = Limits { descriptors: DESCRIPTORS, threads: 4, memory: VMM_MEMORY, file_size: 0 };
+    let (jailed, _user) = start_bare(jailer, Target::Vmm, vmm, limits, theirs.as_fd())?;
     Seen::of(jailed.pid()).map_err(|error| JailError::Report(error).into())
+}
+
+/// Starts a network filter in the jail, to be tried out.
+pub(super) fn start_bare_filter(
+    jailer: &Path,
+    filter: &Path,
+    control: BorrowedFd<'_>,
+) -> Result<(Jailed, Option<Lease>), ConfineError> {
+    start_bare(jailer, Target::Netfilter, filter, FILTER_LIMITS, control)
+}
+
+/// Starts a process in the jail without a cgroup, since one for a run may be made elsewhere. The user is free again after the
+/// process.
+fn start_bare(
+    jailer: &Path,
+    target: Target,
+    program: &Path,
+    limits: Limits,
+    control: BorrowedFd<'_>,
+) -> Result<(Jailed, Option<Lease>), ConfineError> {
+    let user = if geteuid().is_root() { Some(lease(users::DEFAULT)?) } else { None };
+    let (uid, gid) = identity(user.as_ref());
+    let request = Request { target, uid, gid, limits, cgroup: false, without: Vec::new() };
+    let program = open_program(program)?;
+    let errors = File::options().write(true).open("/dev/null").map_err(JailError::Report)?;
+    let jail = Jail { jailer, request: &request, program: program.as_fd(), control, errors, cgroup: None };
+    Ok((jail.start()?.finish()?, user))
 }
 
 /// The user and group of a process.

@@ -10,6 +10,7 @@
 )]
 
 mod artifacts;
+pub(crate) mod canary;
 mod connection;
 mod console;
 mod ending;

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use guest::message::printable;
-use jailer::Part;
+use jailer::{Jailed, Part};
 use netfilter_control::{
     Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, MAX_RESOLVERS, Policy, Record, Request, plan,
 };
@@ -100,13 +100,20 @@ pub(super) fn start(
     jail: &spec::Jail,
     network: &Network,
 ) -> Result<(Starting, Link), NetworkError> {
-    let system = |what| move |error: Errno| NetworkError::System(what, error.into());
     let (control, theirs) = ControlSocket::pair()?;
     let errors = create(&directory.join("netfilter.log"))
         .map_err(|error| NetworkError::System("netfilter.log", io::Error::other(error.to_string())))?;
     let confining = jail::start_filter(ground, &network.netfilter, jail, directory, theirs.as_fd(), errors)?;
 
     // While the jail is built.
+    let resolvers = resolvers();
+    let link = begin(&control, &network.policy, &resolvers)?;
+    Ok((Starting { confining, control, resolvers }, link))
+}
+
+/// Asks a filter to serve the guest at the other end of the link.
+pub(super) fn begin(control: &ControlSocket, policy: &Policy, resolvers: &[SocketAddr]) -> Result<Link, NetworkError> {
+    let system = |what| move |error: Errno| NetworkError::System(what, error.into());
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (frames, link) = pair.map_err(system("socketpair"))?;
     for end in [&frames, &link] {
@@ -117,11 +124,25 @@ pub(super) fn start(
     }
     let routes = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None);
     let routes = routes.map_err(system("netlink socket"))?;
-    let policy = in_memory(&network.policy)?;
-    let resolvers = resolvers();
-    let config = Config { generation: 1, resolvers: resolvers.clone(), proxy: None, restored: false };
-    send(&control, &Request::Start(config), &[frames.as_fd(), routes.as_fd(), policy.as_fd()])?;
-    Ok((Starting { confining, control, resolvers }, Link(link)))
+    let policy = in_memory(policy)?;
+    let config = Config { generation: 1, resolvers: resolvers.to_vec(), proxy: None, restored: false };
+    send(control, &Request::Start(config), &[frames.as_fd(), routes.as_fd(), policy.as_fd()])?;
+    Ok(Link(link))
+}
+
+/// Waits until a filter serves, or until it is known why it does not.
+pub(super) fn wait_until_it_serves(control: &ControlSocket, process: &mut Jailed) -> Result<(), NetworkError> {
+    match next(control, Instant::now().checked_add(START_PATIENCE)) {
+        Ok(Some(Event::Running)) => Ok(()),
+        Ok(Some(Event::Refused { error })) => Err(NetworkError::Refused(printable(&error))),
+        Ok(Some(_)) => Err(NetworkError::Refused("it does not begin as it should".to_owned())),
+        Ok(None) => Err(NetworkError::Refused(format!("no word of it in {START_PATIENCE:?}"))),
+        Err(ControlError::Closed) => {
+            let how = reap(process, END_PATIENCE);
+            Err(NetworkError::Refused(format!("it ended unexpectedly ({how})")))
+        }
+        Err(error) => Err(error.into()),
+    }
 }
 
 impl Starting {
@@ -131,18 +152,7 @@ impl Starting {
         let mut process = confining.finish()?;
         let record = process.record().map_err(|error| NetworkError::System("its process", error))?;
         write_jail(directory, FILTER_JAIL, &record)?;
-        let deadline = Instant::now().checked_add(START_PATIENCE);
-        match next(&control, deadline) {
-            Ok(Some(Event::Running)) => {}
-            Ok(Some(Event::Refused { error })) => return Err(NetworkError::Refused(printable(&error))),
-            Ok(Some(_)) => return Err(NetworkError::Refused("it does not begin as it should".to_owned())),
-            Ok(None) => return Err(NetworkError::Refused(format!("no word of it in {START_PATIENCE:?}"))),
-            Err(ControlError::Closed) => {
-                let how = reap(&mut process.jailed, END_PATIENCE);
-                return Err(NetworkError::Refused(format!("it ended unexpectedly ({how})")));
-            }
-            Err(error) => return Err(error.into()),
-        }
+        wait_until_it_serves(&control, &mut process.jailed)?;
         let orders = Orders { control, generation: Mutex::new(1), answers: Mutex::default() };
         Ok(Filter { process, orders: Arc::new(orders), resolvers, ended: None })
     }

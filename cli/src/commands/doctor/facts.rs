@@ -1,7 +1,7 @@
 //! What there is to know of this host.
 
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use jailer::Seen;
 use jailer::cgroup::Place;
@@ -14,6 +14,7 @@ use crate::home::{Home, ProgramFiles};
 use crate::image::Images;
 use crate::kernel::{self, host::HostKernel};
 use crate::preflight::{check_kernel, check_limits, open_kvm};
+use crate::supervisor::canary;
 use crate::supervisor::jail::try_out;
 
 /// Every check, in the order in which to mend things.
@@ -45,9 +46,11 @@ pub(super) fn checks() -> Vec<Check> {
     checks.push(judge::memory(&read("/proc/meminfo")));
     match ProgramFiles::find() {
         Ok(files) => {
-            let found = [&files.vmm, &files.jailer, &files.agent].map(|file| file.display().to_string());
+            let found =
+                [&files.vmm, &files.netfilter, &files.jailer, &files.agent].map(|file| file.display().to_string());
             checks.push(Check::ok("programs", found.join(", ")));
             checks.push(judge::jail(try_jail(&files)));
+            checks.push(judge::network(try_network(&files)));
         }
         Err(error) => {
             checks.push(Check::failed("programs", error.to_string(), "install bulkhead as a whole (make install)"));
@@ -86,8 +89,16 @@ fn images(home: &Home) -> Vec<String> {
     by_name.chain(nameless).chain(images.by_hand_names()).collect()
 }
 
+fn resolved(path: &Path) -> Result<PathBuf, String> {
+    path.canonicalize().map_err(|error| format!("{}: {error}", path.display()))
+}
+
+/// Has a guest that was allowed nothing look for a way out.
+fn try_network(files: &ProgramFiles) -> Result<(), String> {
+    canary::try_out(&resolved(&files.jailer)?, &resolved(&files.netfilter)?)
+}
+
 /// Starts a VMM in the jail, and looks at it.
 fn try_jail(files: &ProgramFiles) -> Result<Seen, String> {
-    let resolved = |path: &Path| path.canonicalize().map_err(|error| format!("{}: {error}", path.display()));
     try_out(&resolved(&files.jailer)?, &resolved(&files.vmm)?).map_err(|error| error.to_string())
 }

@@ -161,6 +161,18 @@ pub(super) fn jail(tried: Result<Seen, String>) -> Check {
     }
 }
 
+/// What came of a guest that was allowed nothing.
+pub(super) fn network(tried: Result<(), String>) -> Check {
+    let name = "network";
+    match tried {
+        Ok(()) => Check::ok(name, "a guest that was allowed nothing resolves nothing and reaches nothing"),
+        Err(error) => {
+            let (found, mend) = with_mend(error, "see what is above, or report this as a fault of ours");
+            Check::failed(name, found, mend)
+        }
+    }
+}
+
 pub(super) fn userfaultfd(allowed: bool, sysctl: &str) -> Check {
     if allowed || sysctl.trim() == "1" {
         Check::ok("userfaultfd", "this user may use it")
