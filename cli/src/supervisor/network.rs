@@ -47,6 +47,10 @@ const DNS: u16 = 53;
 const RECORDS_A_SECOND: u32 = 300;
 /// Bytes of records in a run's log. The rest is counted.
 const MAX_RECORDS: usize = 32 << 20;
+/// What stands around a record in its line, at most.
+const AROUND: usize = 256;
+/// What is said of a network that is no more.
+const ENDED: &str = "the network of the run has ended";
 
 /// Why a run has no network, which it must have.
 #[derive(Debug, thiserror::Error)]
@@ -153,7 +157,7 @@ impl Starting {
         let record = process.record().map_err(|error| NetworkError::System("its process", error))?;
         write_jail(directory, FILTER_JAIL, &record)?;
         wait_until_it_serves(&control, &mut process.jailed)?;
-        let orders = Orders { control, generation: Mutex::new(1), answers: Mutex::default() };
+        let orders = Orders { control, generation: Mutex::new(1), waiting: Mutex::default() };
         Ok(Filter { process, orders: Arc::new(orders), resolvers, ended: None })
     }
 }
@@ -190,7 +194,7 @@ impl Filter {
         let watch = move || {
             let mut journal = Journal::new(events);
             let counters = listen(&orders, &mut journal, &mut known);
-            orders.answer(&Err("the network of the run has ended".to_owned()));
+            orders.answer(None, Err(ENDED.to_owned()));
             journal.end();
             // Nobody listens once the run has ended.
             let _ = sender.send(counters);
@@ -218,13 +222,17 @@ impl Filter {
     }
 }
 
+/// How many connections a policy ended, or why it is not in force.
+type Answer = Result<u64, String>;
+
 /// What other threads want of the filter.
 #[derive(Debug)]
 pub(super) struct Orders {
     control: ControlSocket,
     /// Of the policy in force. Held while a new one is set.
     generation: Mutex<u64>,
-    answers: Mutex<Option<Sender<Result<u64, String>>>>,
+    /// Who waits for the answer to which.
+    waiting: Mutex<Option<(u64, Sender<Answer>)>>,
 }
 
 impl Orders {
@@ -239,10 +247,10 @@ impl Orders {
         let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
         let next = generation.saturating_add(1);
         let (sender, answer) = channel();
-        *self.answers.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some((next, sender));
         send(&self.control, &Request::SetPolicy { generation: next }, &[file.as_fd()]).map_err(
             |error| match error {
-                ControlError::Closed => "the network of the run has ended".to_owned(),
+                ControlError::Closed => ENDED.to_owned(),
                 error => text(&error),
             },
         )?;
@@ -252,10 +260,13 @@ impl Orders {
         Ok((next, revoked))
     }
 
-    fn answer(&self, answer: &Result<u64, String>) {
-        if let Some(who) = self.answers.lock().unwrap_or_else(PoisonError::into_inner).take() {
+    /// Gives the answer to this policy, or to whichever is waited for.
+    fn answer(&self, generation: Option<u64>, answer: Answer) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_it = |waiting: &mut (u64, _)| generation.is_none_or(|generation| waiting.0 == generation);
+        if let Some((_, who)) = waiting.take_if(is_it) {
             // Someone who has stopped waiting is no loss.
-            let _ = who.send(answer.clone());
+            let _ = who.send(answer);
         }
     }
 }
@@ -281,11 +292,11 @@ fn listen(orders: &Orders, journal: &mut Journal, known: &mut Vec<SocketAddr>) -
         match event {
             Event::Record { record } => {
                 journal.write(&record);
-                if let Record::PolicySet { revoked, .. } = record {
-                    orders.answer(&Ok(revoked));
+                if let Record::PolicySet { generation, revoked } = record {
+                    orders.answer(Some(generation), Ok(revoked));
                 }
             }
-            Event::PolicyRefused { error, .. } => orders.answer(&Err(printable(&error))),
+            Event::PolicyRefused { generation, error } => orders.answer(Some(generation), Err(printable(&error))),
             Event::Stopped(counters) => return Some(counters),
             _ => {}
         }
@@ -346,7 +357,7 @@ impl Journal {
             }
         }
         let data = fields(record);
-        let length = data.to_string().len();
+        let length = data.to_string().len().saturating_add(AROUND);
         if self.left == 0 || length > self.room {
             self.lost = self.lost.saturating_add(1);
             // Full is full: what is small later would stand there as if nothing were missing before it.
