@@ -62,6 +62,13 @@ pub enum Event {
         /// Names the thing, the value and the reason.
         error: String,
     },
+    /// A policy is in force. It is said at once; [`Record::PolicySet`] stands in its order among the records.
+    PolicySet {
+        /// Its number.
+        generation: u64,
+        /// Live flows that it does not allow, and that were reset.
+        revoked: u64,
+    },
     /// A policy was not put in force: the one before stays.
     PolicyRefused {
         /// Its number.

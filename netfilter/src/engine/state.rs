@@ -34,8 +34,8 @@ pub struct SavedFlow {
 }
 
 impl Engine {
-    /// Puts a policy in force. Flows that it does not allow as they are end now.
-    pub fn set_policy(&mut self, policy: Policy, generation: u64, host: &mut dyn Host, now: Duration) {
+    /// Puts a policy in force. Flows that it does not allow as they are end now: so many.
+    pub fn set_policy(&mut self, policy: Policy, generation: u64, host: &mut dyn Host, now: Duration) -> u64 {
         self.policy = policy;
         let has_wildcard =
             |text: &str| self.policy.rules.iter().any(|rule| rule.text == text && rule.target.is_wildcard());
@@ -48,6 +48,7 @@ impl Engine {
         }
         let revoked = u64::try_from(revoked.len()).unwrap_or(u64::MAX);
         self.log.answer(Record::PolicySet { generation, revoked });
+        revoked
     }
 
     /// What a snapshot keeps.

@@ -300,7 +300,10 @@ impl Reactor {
         match request {
             Request::Start(_) => return Err(ServeError::StartedTwice),
             Request::SetPolicy { generation } => match only.and_then(read_policy) {
-                Ok(policy) => self.engine.set_policy(policy, generation, &mut self.sockets, now),
+                Ok(policy) => {
+                    let revoked = self.engine.set_policy(policy, generation, &mut self.sockets, now);
+                    self.answers.push(Event::PolicySet { generation, revoked });
+                }
                 Err(error) => self.answers.push(Event::PolicyRefused { generation, error }),
             },
             Request::SetResolvers { resolvers } => match check_resolvers(&resolvers) {

@@ -226,6 +226,11 @@ fn policies(_: &mut Internet) {
     guest.until("a reset", |guest| guest.socket(cut).state() == State::Closed);
     assert!(began.elapsed() < Duration::from_secs(1));
     filter.record(|record| *record == Record::PolicySet { generation: 3, revoked: 1 });
+    // The answer does not wait behind records.
+    let place = |wanted: &dyn Fn(&Event) -> bool| filter.events.iter().position(wanted).unwrap();
+    let answer = place(&|event| *event == Event::PolicySet { generation: 3, revoked: 1 });
+    let revoked = |event: &Event| matches!(event, Event::Record { record } if record.reason() == Some(Reason::Revoked));
+    assert!(answer < place(&revoked), "{:?}", filter.events);
     guest.write(kept, b"kept");
     assert_eq!(guest.read(kept, 4), b"kept");
     assert_eq!(guest.lookup("other.example.com"), None);
