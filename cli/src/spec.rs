@@ -137,7 +137,7 @@ pub(crate) struct Jail {
     pub(crate) users: String,
     /// Whether there must be a cgroup.
     pub(crate) require_cgroup: bool,
-    /// CPU time that the VMM may use, in thousandths of a CPU, if that is less than its vCPUs could.
+    /// CPU time that the VMM may use, and the network filter as well, in thousandths of a CPU, if that is less than its vCPUs could.
     pub(crate) cpu: Option<u64>,
     /// Limits of the disk's traffic, as `io.max` has them.
     pub(crate) io_max: Option<String>,

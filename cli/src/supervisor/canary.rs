@@ -32,7 +32,7 @@ pub(crate) fn try_out(jailer: &Path, filter: &Path) -> Result<(), String> {
     let (control, theirs) = ControlSocket::pair().map_err(|error| error.to_string())?;
     let link = begin(&control, &Policy::default(), &[]).map_err(text)?;
     let started = jail::start_bare_filter(jailer, filter, std::os::fd::AsFd::as_fd(&theirs));
-    let (mut jailed, _user) = started.map_err(|error| error.to_string())?;
+    let (_user, mut jailed) = started.map_err(|error| error.to_string())?;
     drop(theirs);
     wait_until_it_serves(&control, &mut jailed).map_err(text)?;
 
@@ -79,8 +79,10 @@ fn ask(link: &Link, packet: &[u8], is_it: impl Fn(&[u8]) -> bool) -> Result<Vec<
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())).unwrap_or_default();
         let time = Timespec::try_from(left).unwrap_or_default();
         let frames = link.frames();
-        let ready = poll(&mut [PollFd::new(&frames, PollFlags::IN)], Some(&time)).unwrap_or(0);
-        if ready == 0 && left.is_zero() {
+        // What is wrong with it, the next call tells.
+        let _ = poll(&mut [PollFd::new(&frames, PollFlags::IN)], Some(&time));
+        // Also for a filter that sends without end what answers nothing.
+        if left.is_zero() {
             return Err(format!("the network filter does not answer its guest in {PATIENCE:?}"));
         }
         match recv(frames, &mut buffer, RecvFlags::DONTWAIT) {

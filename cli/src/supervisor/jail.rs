@@ -34,7 +34,7 @@ const FILTER_DESCRIPTORS: u64 = 1024;
 const FILTER_MEMORY: u64 = 192 << 20;
 /// What the kernel holds of its connections' bytes.
 const FILTER_SOCKETS: u64 = 64 << 20;
-/// Longest file that a network filter writes: what a snapshot keeps of it. Its log is shorter.
+/// Longest file that a network filter writes: what a snapshot keeps of it, or its log.
 const FILTER_FILE: u64 = 4 << 20;
 
 const FILTER_LIMITS: Limits =
@@ -197,13 +197,8 @@ pub(super) fn start_filter(
     let subject = Subject {
         target: Target::Netfilter,
         program,
-        limits: Limits { descriptors: FILTER_DESCRIPTORS, threads: 1, memory: FILTER_MEMORY, file_size: FILTER_FILE },
-        cgroup: Ok(cgroup::Limits {
-            memory: FILTER_MEMORY.saturating_add(FILTER_SOCKETS),
-            pids: 1,
-            cpu: None,
-            io: None,
-        }),
+        limits: FILTER_LIMITS,
+        cgroup: Ok(filter_cgroup(jail)),
         suffix: "-net",
         needs_cgroup: jail.require_cgroup.then_some(REQUIRED),
     };
@@ -294,7 +289,7 @@ pub(crate) fn try_out(jailer: &Path, vmm: &Path) -> Result<Seen, ConfineError> {
     // It waits for a machine on its end until ours is closed.
     let (_ours, theirs) = UnixStream::pair().map_err(JailError::Report)?;
     let limits = Limits { descriptors: DESCRIPTORS, threads: 4, memory: VMM_MEMORY, file_size: 0 };
-    let (jailed, _user) = start_bare(jailer, Target::Vmm, vmm, limits, theirs.as_fd())?;
+    let (_user, jailed) = start_bare(jailer, Target::Vmm, vmm, limits, theirs.as_fd())?;
     Seen::of(jailed.pid()).map_err(|error| JailError::Report(error).into())
 }
 
@@ -303,26 +298,27 @@ pub(super) fn start_bare_filter(
     jailer: &Path,
     filter: &Path,
     control: BorrowedFd<'_>,
-) -> Result<(Jailed, Option<Lease>), ConfineError> {
+) -> Result<(Option<Lease>, Jailed), ConfineError> {
     start_bare(jailer, Target::Netfilter, filter, FILTER_LIMITS, control)
 }
 
-/// Starts a process in the jail without a cgroup, since one for a run may be made elsewhere. The user is free again after the
-/// process.
+/// Starts a process in the jail without a cgroup, since one for a run may be made elsewhere. Keep the order of what comes back: the
+/// user is free again after the process, which is dropped first.
 fn start_bare(
     jailer: &Path,
     target: Target,
     program: &Path,
     limits: Limits,
     control: BorrowedFd<'_>,
-) -> Result<(Jailed, Option<Lease>), ConfineError> {
+) -> Result<(Option<Lease>, Jailed), ConfineError> {
     let user = if geteuid().is_root() { Some(lease(users::DEFAULT)?) } else { None };
     let (uid, gid) = identity(user.as_ref());
     let request = Request { target, uid, gid, limits, cgroup: false, without: Vec::new() };
     let program = open_program(program)?;
     let errors = File::options().write(true).open("/dev/null").map_err(JailError::Report)?;
     let jail = Jail { jailer, request: &request, program: program.as_fd(), control, errors, cgroup: None };
-    Ok((jail.start()?.finish()?, user))
+    let jailed = jail.start()?.finish()?;
+    Ok((user, jailed))
 }
 
 /// The user and group of a process.
@@ -335,6 +331,12 @@ fn identity(user: Option<&Lease>) -> (u32, u32) {
 
 fn lease(users: Users) -> Result<Lease, UsersError> {
     Lease::take(users::LEASES.as_ref(), users, std::process::id())
+}
+
+/// What a network filter may take of the host. A guest can keep it as busy as its VMM, so it gets no more of the CPUs.
+fn filter_cgroup(jail: &spec::Jail) -> cgroup::Limits {
+    let memory = FILTER_MEMORY.saturating_add(FILTER_SOCKETS);
+    cgroup::Limits { memory, pids: 1, cpu: jail.cpu, io: None }
 }
 
 /// What a machine's VMM can need at most.
@@ -372,4 +374,17 @@ fn make_cgroup(ground: &Ground, subject: &Subject<'_>, directory: &Path) -> Resu
 
 fn open_program(path: &Path) -> Result<OwnedFd, ConfineError> {
     open_plainly(path, OFlags::RDONLY).map_err(|error| ConfineError::Program { path: path.to_owned(), error })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_filter_has_no_more_of_the_cpus_than_its_vmm() {
+        let mut jail = crate::spec::test::spec().machine.jail;
+        assert_eq!(filter_cgroup(&jail).cpu, None);
+        jail.cpu = Some(500);
+        assert_eq!(filter_cgroup(&jail).cpu, Some(500));
+    }
 }
