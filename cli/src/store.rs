@@ -21,8 +21,8 @@ use crate::home::{Home, HomeError, at, make_directory, read_json};
 use crate::spec::{Jailed, Phase, SetPolicy, Spec, State};
 
 /// In a run's directory: how its VMM is confined.
-/// How a run's VMM is confined, and its network filter.
 pub(crate) const VMM_JAIL: &str = "jail.json";
+/// In a run's directory: how its network filter is confined.
 pub(crate) const FILTER_JAIL: &str = "jail-net.json";
 /// The policy that was set while the run lived, if one was.
 const POLICY: &str = "policy.json";
@@ -237,8 +237,11 @@ impl RunDirectory {
     }
 
     /// The policy that was set while the run lived, if one was.
-    pub(crate) fn policy(&self) -> Option<SetPolicy> {
-        read_json(&self.0.join(POLICY)).ok()
+    pub(crate) fn policy(&self) -> Result<Option<SetPolicy>, HomeError> {
+        match read_json(&self.0.join(POLICY)) {
+            Err(HomeError::Io { error, .. }) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            other => other.map(Some),
+        }
     }
 
     /// Writes down that another policy is in force.
@@ -482,6 +485,19 @@ mod tests {
         assert!(matches!(choose("8f", &runs), Err(StoreError::Ambiguous { ids, .. }) if ids.len() == 2));
         assert!(matches!(choose("", &runs), Err(StoreError::Unknown(_))));
         assert!(matches!(choose("x", &runs), Err(StoreError::Unknown(_))));
+    }
+
+    #[test]
+    fn a_policy_that_cannot_be_read_is_not_taken_for_none() {
+        let (_directory, store) = store();
+        let (run, _lock) = store.create(&mut spec(None, false)).unwrap();
+        assert_eq!(run.policy().unwrap(), None);
+        let set = SetPolicy { generation: 2, policy: netfilter_control::Policy::default() };
+        run.write_policy(&set, false).unwrap();
+        assert_eq!(run.policy().unwrap(), Some(set));
+        std::fs::write(run.path().join(POLICY), "{").unwrap();
+        let error = run.policy().unwrap_err().to_string();
+        assert!(error.contains("policy.json"), "{error}");
     }
 
     #[test]

@@ -67,9 +67,12 @@ fn seen(run: &Listed, program: &str, file: &str) -> Option<Value> {
     is_it.then(|| process(program, &jailed, &seen))
 }
 
-/// The policy that is in force, or was: its number, and its rules as they were written.
+/// The policy that is in force, or was: its number, and its rules as they were written. An error if that cannot be known.
 fn policy(run: &Listed) -> Value {
-    let set = run.directory.policy();
+    let set = match run.directory.policy() {
+        Ok(set) => set,
+        Err(error) => return json!({ "error": error.to_string() }),
+    };
     let (generation, policy) = set.as_ref().map_or((1, &run.spec.network.policy), |set| (set.generation, &set.policy));
     let allow: Vec<&str> = policy.rules.iter().map(|rule| rule.text.as_str()).collect();
     let deny: Vec<&str> = policy.denials.iter().map(|denial| denial.text.as_str()).collect();
