@@ -417,6 +417,29 @@ mod tests {
     }
 
     #[test]
+    fn a_kernel_of_an_older_version_goes_whatever_an_earlier_removal_left() {
+        let place = Place::new();
+        let (record, _) = place.import(&["vmlinuz"], Some("lib/modules"), false).unwrap();
+        for remove in [false, true] {
+            // Someone is still at work in it.
+            let left = place.path("home/kernels").join(format!(".tmp-{}", record.id));
+            fs::create_dir_all(left.join("half")).unwrap();
+            let lock = File::open(&left).unwrap();
+            rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+            if remove {
+                place.store.remove(&record.id).unwrap();
+            } else {
+                let path = place.store.directory(&record.id).join("kernel.json");
+                let text = fs::read_to_string(&path).unwrap();
+                fs::write(&path, text.replacen(&format!("\"version\": {VERSION}"), "\"version\": 1", 1)).unwrap();
+            }
+            assert!(place.store.records().is_empty());
+            assert!(place.import(&["vmlinuz"], Some("lib/modules"), false).unwrap().1);
+            assert_eq!(place.store.records().len(), 1);
+        }
+    }
+
+    #[test]
     fn damage_is_noticed() {
         let place = Place::new();
         let (record, _) = place.import(&["vmlinuz"], Some("lib/modules"), false).unwrap();

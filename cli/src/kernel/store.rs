@@ -293,26 +293,38 @@ impl Store {
         Ok(Unfinished { path, _lock: lock })
     }
 
+    /// Removes what means nothing any more. The store's lock is held.
     fn sweep(&self) -> Result<(), StoreError> {
         for entry in fs::read_dir(&self.0).map_err(at(&self.0))? {
             let entry = entry.map_err(at(&self.0))?;
             let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
             // No machine of ours starts with a kernel of an older version, and no command shows it.
             if matches!(self.record(&name), Err(StoreError::Version { version: ..VERSION, .. })) {
-                let gone = self.0.join(format!(".tmp-{name}"));
-                fs::rename(&path, &gone).map_err(at(&path))?;
-                fs::remove_dir_all(&gone).map_err(at(&gone))?;
+                remove_all(&self.set_aside(&path)?)?;
                 continue;
             }
             if !name.starts_with(".tmp-") {
                 continue;
             }
-            let directory = File::open(&path).map_err(at(&path))?;
+            // Its import may be giving it up just now, for which it needs no lock.
+            let directory = match File::open(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                other => other.map_err(at(&path))?,
+            };
             if flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
-                fs::remove_dir_all(&path).map_err(at(&path))?;
+                remove_all(&path)?;
             }
         }
         Ok(())
+    }
+
+    /// Takes a kernel out of the store, all at once: gives it a name that means nothing. It is a new one, since a removal that was
+    /// killed leaves the one that it had chosen.
+    fn set_aside(&self, path: &Path) -> Result<PathBuf, StoreError> {
+        let gone = self.0.join(format!(".tmp-{}", fresh_id().map_err(at(&self.0))?));
+        fs::rename(path, &gone).map_err(at(path))?;
+        sync_directory(&self.0)?;
+        Ok(gone)
     }
 
     /// Makes what was made a kernel of this store, unless it is there already: that is the one then. Tells whether it
@@ -360,14 +372,20 @@ impl Store {
     /// Removes a kernel and its names. What dies in the middle leaves names without a kernel, which mean nothing.
     pub(super) fn remove(&self, id: &str) -> Result<(), StoreError> {
         let _lock = self.lock()?;
-        let (path, gone) = (self.directory(id), self.0.join(format!(".tmp-{id}")));
-        fs::rename(&path, &gone).map_err(at(&path))?;
-        sync_directory(&self.0)?;
+        let gone = self.set_aside(&self.directory(id))?;
         for (name, _) in self.names().into_iter().filter(|(_, of)| of == id) {
             let path = self.0.join(NAMES).join(name);
             fs::remove_file(&path).map_err(at(&path))?;
         }
-        Ok(fs::remove_dir_all(&gone).map_err(at(&gone))?)
+        remove_all(&gone)
+    }
+}
+
+/// Removes a directory that someone else may be removing too.
+fn remove_all(path: &Path) -> Result<(), StoreError> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at(path)(error).into()),
+        _ => Ok(()),
     }
 }
 
