@@ -7,12 +7,12 @@
 )]
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{self, Write};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::clock;
@@ -20,8 +20,8 @@ use crate::image::Digest;
 
 /// The log's name in a run's directory.
 pub(crate) const LOG: &str = "events.jsonl";
-/// Most bytes that are read back: far more than a run of today writes.
-const MAX_LOG: u64 = 64 << 20;
+/// Bytes of its end that are read back: many times the longest line, so that the last whole one is among them.
+const MAX_TAIL: u64 = 1 << 20;
 
 /// One line.
 #[derive(Debug, Serialize)]
@@ -37,6 +37,12 @@ struct Event<'a> {
     data: Value,
 }
 
+/// What is read back of the last line.
+#[derive(Debug, Deserialize)]
+struct Line {
+    seq: u64,
+}
+
 #[allow(clippy::trivially_copy_pass_by_ref, reason = "the signature that serde asks for")]
 fn is_zero(number: &u64) -> bool {
     *number == 0
@@ -49,7 +55,7 @@ pub(crate) struct Events(Mutex<Writer>);
 #[derive(Debug)]
 struct Writer {
     file: File,
-    /// Whether each line is on the medium before it counts as written.
+    /// Whether an event is on the medium before it counts as written.
     durable: bool,
     seq: u64,
     previous: Option<String>,
@@ -60,28 +66,44 @@ impl Events {
     /// Opens a run's log, and makes it if there is none. What a crash left of a last line is cut off.
     pub(crate) fn open(directory: &Path, durable: bool) -> io::Result<Self> {
         let path = directory.join(LOG);
-        let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path)?;
-        let mut text = Vec::new();
-        (&mut file).take(MAX_LOG).read_to_end(&mut text)?;
-        if u64::try_from(text.len()).is_ok_and(|length| length == MAX_LOG) {
-            return Err(io::Error::other("over 64 MiB, which no such log has"));
+        let file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path)?;
+        let length = file.metadata()?.len();
+        let from = length.saturating_sub(MAX_TAIL);
+        let mut tail = vec![0; usize::try_from(length.saturating_sub(from)).unwrap_or(0)];
+        file.read_exact_at(&mut tail, from)?;
+        let whole = tail.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at.saturating_add(1));
+        if whole < tail.len() {
+            if whole == 0 && from > 0 {
+                return Err(io::Error::other("its last line is over 1 MiB, which no such line is"));
+            }
+            file.set_len(from.saturating_add(u64::try_from(whole).unwrap_or(0)))?;
+            tail.truncate(whole);
         }
-        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at.saturating_add(1));
-        if whole < text.len() {
-            file.set_len(u64::try_from(whole).unwrap_or(0))?;
-            text.truncate(whole);
-        }
-        let lines: Vec<&[u8]> = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).collect();
-        let seq = u64::try_from(lines.len()).unwrap_or(u64::MAX);
-        let previous = lines.last().map(|line| hash(line));
+        let last = tail.split(|byte| *byte == b'\n').rfind(|line| !line.is_empty());
+        let last: Option<(&[u8], Line)> =
+            last.map(|line| Ok::<_, io::Error>((line, serde_json::from_slice(line)?))).transpose()?;
+        let seq = last.as_ref().map_or(0, |(_, line)| line.seq.saturating_add(1));
+        let previous = last.map(|(line, _)| hash(line));
         Ok(Self(Mutex::new(Writer { file, durable, seq, previous, lost: 0 })))
     }
 
     /// Adds an event. One that cannot be written is counted in the next that can: where the log lies there may be no room,
     /// and the run goes on all the same.
     pub(crate) fn add(&self, event: &str, data: Value) {
+        self.write(event, data, true);
+    }
+
+    /// Adds a record of the network filter's, which is on the medium with the next event: a guest makes so many that whoever
+    /// writes an event would wait for the medium behind them.
+    pub(crate) fn add_record(&self, event: &str, data: Value) {
+        self.write(event, data, false);
+    }
+
+    fn write(&self, event: &str, data: Value, sync: bool) {
         let mut writer = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if writer.add(event, data).is_err() {
+        let sync = sync && writer.durable;
+        let added = writer.add(event, data).and_then(|()| if sync { writer.file.sync_data() } else { Ok(()) });
+        if added.is_err() {
             writer.lost = writer.lost.saturating_add(1);
         }
     }
@@ -103,7 +125,7 @@ impl Writer {
         self.seq = self.seq.saturating_add(1);
         self.previous = Some(hash);
         self.lost = 0;
-        if self.durable { self.file.sync_data() } else { Ok(()) }
+        Ok(())
     }
 }
 
@@ -140,6 +162,37 @@ mod tests {
             assert!(clock::read(event["time"].as_str().unwrap()).is_some());
             previous = json!(hash(line.as_bytes()));
         }
+    }
+
+    #[test]
+    fn records_wait_for_the_medium_with_the_next_event() {
+        let directory = tempfile::tempdir().unwrap();
+        let events = Events::open(directory.path(), true).unwrap();
+        // It can be written to, and not be brought to any medium: whoever tries fails, and counts.
+        let (_reader, writer) = std::io::pipe().unwrap();
+        events.0.lock().unwrap().file = File::from(std::os::fd::OwnedFd::from(writer));
+        events.add_record("net.dns.denied", json!({}));
+        assert_eq!(events.0.lock().unwrap().lost, 0);
+        events.add("run.ended", json!({}));
+        assert_eq!(events.0.lock().unwrap().lost, 1);
+    }
+
+    #[test]
+    fn a_log_of_any_length_goes_on_where_it_stopped() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = File::create(directory.path().join(LOG)).unwrap();
+        // As sparse as it can be: all before the last line is of no interest.
+        file.set_len(100 << 20).unwrap();
+        let last = "{\"version\":1,\"seq\":8999,\"event\":\"x\"}";
+        file.write_all_at(format!("\n{last}\n").as_bytes(), 100 << 20).unwrap();
+        Events::open(directory.path(), false).unwrap().add("y", json!({}));
+        let text = std::fs::read(directory.path().join(LOG)).unwrap();
+        let line: Value = serde_json::from_slice(text.split(|byte| *byte == b'\n').rev().nth(1).unwrap()).unwrap();
+        assert_eq!((&line["seq"], &line["previous"]), (&json!(9000), &json!(hash(last.as_bytes()))));
+        // A line without an end is none of ours.
+        file.set_len(0).unwrap();
+        file.set_len(2 << 20).unwrap();
+        assert!(Events::open(directory.path(), false).is_err());
     }
 
     #[test]

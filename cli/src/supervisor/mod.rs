@@ -15,6 +15,7 @@ mod connection;
 mod console;
 mod ending;
 pub(crate) mod jail;
+mod journal;
 mod machine;
 mod network;
 mod serve;

@@ -21,9 +21,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, socketpair, sockopt};
-use serde_json::{Value, json};
 
 use super::jail::{self, Confined, Confining, Ground};
+use super::journal::Journal;
 use super::machine::{create, reap};
 use crate::events::Events;
 use crate::home::HomeError;
@@ -43,12 +43,6 @@ const FRAME_BUFFER: usize = 2 << 20;
 const RESOLVERS: &str = "/etc/resolv.conf";
 /// The port of name servers.
 const DNS: u16 = 53;
-/// Records that are written in a second: what a filter sends at most that is no enemy's (20 of each kind).
-const RECORDS_A_SECOND: u32 = 300;
-/// Bytes of records in a run's log. The rest is counted.
-const MAX_RECORDS: usize = 32 << 20;
-/// What stands around a record in its line, at most.
-const AROUND: usize = 256;
 /// What is said of a network that is no more.
 const ENDED: &str = "the network of the run has ended";
 
@@ -334,58 +328,6 @@ fn wait(control: &ControlSocket, flags: PollFlags, time: Option<Duration>) -> Re
     }
 }
 
-/// The records of a filter on their way to the log: so many a second, and so many bytes in all. What is more is counted.
-#[derive(Debug)]
-struct Journal {
-    events: Arc<Events>,
-    second: Instant,
-    left: u32,
-    room: usize,
-    lost: u64,
-}
-
-impl Journal {
-    fn new(events: Arc<Events>) -> Self {
-        Self { events, second: Instant::now(), left: RECORDS_A_SECOND, room: MAX_RECORDS, lost: 0 }
-    }
-
-    fn write(&mut self, record: &Record) {
-        if self.second.elapsed() >= Duration::from_secs(1) {
-            (self.second, self.left) = (Instant::now(), RECORDS_A_SECOND);
-            if self.room > 0 {
-                self.end();
-            }
-        }
-        let data = fields(record);
-        let length = data.to_string().len().saturating_add(AROUND);
-        if self.left == 0 || length > self.room {
-            self.lost = self.lost.saturating_add(1);
-            // Full is full: what is small later would stand there as if nothing were missing before it.
-            self.room = if length > self.room { 0 } else { self.room };
-            return;
-        }
-        self.left = self.left.saturating_sub(1);
-        self.room = self.room.saturating_sub(length);
-        self.events.add(record.kind(), data);
-    }
-
-    /// Writes down how many were only counted.
-    fn end(&mut self) {
-        if self.lost > 0 {
-            self.events.add("net.lost", json!({ "count": std::mem::take(&mut self.lost) }));
-        }
-    }
-}
-
-/// A record without its type, which is the event's name.
-fn fields(record: &Record) -> Value {
-    let mut data = serde_json::to_value(record).unwrap_or_default();
-    if let Some(data) = data.as_object_mut() {
-        data.remove("type");
-    }
-    data
-}
-
 /// A file in memory that holds a policy.
 fn in_memory(policy: &Policy) -> Result<OwnedFd, NetworkError> {
     let bytes = serde_json::to_vec(policy).map_err(ControlError::from)?;
@@ -419,8 +361,6 @@ fn named(text: &str) -> Vec<SocketAddr> {
 
 #[cfg(test)]
 mod tests {
-    use netfilter_control::{Reason, Record};
-
     use super::*;
 
     #[test]
@@ -430,36 +370,6 @@ mod tests {
         let expected = ["9.9.9.9:53", "[2620:fe::fe]:53"].map(|address| address.parse::<SocketAddr>().unwrap());
         assert_eq!(named(text), expected);
         assert_eq!(named(&"nameserver 9.9.9.9\n".repeat(20)).len(), MAX_RESOLVERS);
-    }
-
-    #[test]
-    fn an_enemy_with_the_filters_socket_fills_no_disk() {
-        let directory = tempfile::tempdir().unwrap();
-        let mut journal = Journal::new(Arc::new(Events::open(directory.path(), false).unwrap()));
-        let record = |length: usize| Record::DnsDenied {
-            name: "x".repeat(length),
-            qtype: 1,
-            reason: Reason::NoRule,
-            rule: None,
-            hint: "\u{1b}".into(),
-        };
-        // More at once than there ever are,
-        for _ in 0..2 * RECORDS_A_SECOND {
-            journal.write(&record(10));
-        }
-        journal.end();
-        let log = || std::fs::read_to_string(directory.path().join("events.jsonl")).unwrap();
-        assert_eq!(log().lines().filter(|line| line.contains("net.dns.denied")).count(), 300);
-        assert!(log().lines().last().unwrap().contains(r#""event":"net.lost""#));
-        assert!(log().lines().last().unwrap().contains(r#""count":300"#));
-        assert!(!log().contains('\u{1b}') && !log().contains("\"type\""));
-        // and more than fit.
-        journal.left = 10;
-        journal.room = 20_000;
-        for _ in 0..3 {
-            journal.write(&record(15_000));
-        }
-        assert_eq!((journal.lost, journal.room), (2, 0));
     }
 
     #[test]
