@@ -18,6 +18,7 @@ pub(crate) mod jail;
 mod journal;
 mod machine;
 mod network;
+mod resolvers;
 mod serve;
 mod surroundings;
 

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use guest::message::printable;
 use jailer::{Jailed, Part};
 use netfilter_control::{
-    Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, MAX_RESOLVERS, Policy, Record, Request, plan,
+    Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, Policy, Record, Request, plan,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
@@ -25,6 +25,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, socketpai
 use super::jail::{self, Confined, Confining, Ground};
 use super::journal::Journal;
 use super::machine::{create, reap};
+use super::resolvers::Resolvers;
 use crate::events::Events;
 use crate::home::HomeError;
 use crate::spec::{self, Network};
@@ -35,14 +36,8 @@ const START_PATIENCE: Duration = Duration::from_secs(30);
 /// How long it may take to answer, to take an order, and to end.
 const PATIENCE: Duration = Duration::from_secs(5);
 const END_PATIENCE: Duration = Duration::from_secs(1);
-/// How often the host's name servers are looked up again.
-const RESOLVERS_AGAIN: Duration = Duration::from_secs(10);
 /// Buffer of the frames' sockets. The host may give less.
 const FRAME_BUFFER: usize = 2 << 20;
-/// Where the host says whom to ask for names.
-const RESOLVERS: &str = "/etc/resolv.conf";
-/// The port of name servers.
-const DNS: u16 = 53;
 /// What is said of a network that is no more.
 const ENDED: &str = "the network of the run has ended";
 
@@ -88,7 +83,7 @@ impl Link {
 pub(super) struct Starting {
     confining: Confining,
     control: ControlSocket,
-    resolvers: Vec<SocketAddr>,
+    resolvers: Resolvers,
 }
 
 /// Starts the filter of a run. Call it on the main thread: the filter is killed when the thread that started it ends.
@@ -104,8 +99,8 @@ pub(super) fn start(
     let confining = jail::start_filter(ground, &network.netfilter, jail, directory, theirs.as_fd(), errors)?;
 
     // While the jail is built.
-    let resolvers = resolvers();
-    let link = begin(&control, &network.policy, &resolvers)?;
+    let resolvers = Resolvers::of_the_host();
+    let link = begin(&control, &network.policy, resolvers.known())?;
     Ok((Starting { confining, control, resolvers }, link))
 }
 
@@ -152,7 +147,7 @@ impl Starting {
         write_jail(directory, FILTER_JAIL, &record)?;
         wait_until_it_serves(&control, &mut process.jailed)?;
         let orders = Orders { control, generation: Mutex::new(1), waiting: Mutex::default() };
-        Ok(Filter { process, orders: Arc::new(orders), resolvers, ended: None })
+        Ok(Filter { process, orders: Arc::new(orders), resolvers: Some(resolvers), ended: None })
     }
 }
 
@@ -161,7 +156,8 @@ impl Starting {
 pub(super) struct Filter {
     process: Confined,
     orders: Arc<Orders>,
-    resolvers: Vec<SocketAddr>,
+    /// Until it is watched.
+    resolvers: Option<Resolvers>,
     /// Gives its counters when all that it had to say was written down.
     ended: Option<Receiver<Option<Counters>>>,
 }
@@ -184,10 +180,11 @@ impl Filter {
         then: impl FnOnce() + Send + 'static,
     ) -> Result<(), NetworkError> {
         let (sender, ended) = channel();
-        let (orders, mut known) = (self.orders(), std::mem::take(&mut self.resolvers));
+        let (orders, resolvers) = (self.orders(), self.resolvers.take());
+        let mut resolvers = resolvers.unwrap_or_else(Resolvers::of_the_host);
         let watch = move || {
             let mut journal = Journal::new(events);
-            let counters = listen(&orders, &mut journal, &mut known);
+            let counters = listen(&orders, &mut journal, &mut resolvers);
             orders.answer(None, Err(ENDED.to_owned()));
             journal.end();
             // Nobody listens once the run has ended.
@@ -266,21 +263,14 @@ impl Orders {
 }
 
 /// Listens until the filter has nothing more to say, and gives its last counters.
-fn listen(orders: &Orders, journal: &mut Journal, known: &mut Vec<SocketAddr>) -> Option<Counters> {
+fn listen(orders: &Orders, journal: &mut Journal, resolvers: &mut Resolvers) -> Option<Counters> {
     loop {
-        let event = match next(&orders.control, Instant::now().checked_add(RESOLVERS_AGAIN)) {
+        resolvers.refresh(|found| {
+            orders.control.send(&Request::SetResolvers { resolvers: found.to_vec() }, &[]).unwrap_or(false)
+        });
+        let event = match next(&orders.control, Some(resolvers.due())) {
             Ok(Some(event)) => event,
-            Ok(None) => {
-                let found = resolvers();
-                if found != *known {
-                    let request = Request::SetResolvers { resolvers: found.clone() };
-                    // Without room now, it is tried again next time.
-                    if orders.control.send(&request, &[]).unwrap_or(false) {
-                        *known = found;
-                    }
-                }
-                continue;
-            }
+            Ok(None) => continue,
             Err(_) => return None,
         };
         match event {
@@ -344,33 +334,9 @@ fn in_memory(policy: &Policy) -> Result<OwnedFd, NetworkError> {
     Ok(file.into())
 }
 
-/// The name servers of this host. Without any, no name can be reached.
-fn resolvers() -> Vec<SocketAddr> {
-    named(&std::fs::read_to_string(RESOLVERS).unwrap_or_default())
-}
-
-/// From the text of resolv.conf(5). An address with a zone is one of a link, which the filter does not ask.
-fn named(text: &str) -> Vec<SocketAddr> {
-    let addresses = text.lines().filter_map(|line| {
-        let mut words = line.split_whitespace();
-        let address = words.next().filter(|word| *word == "nameserver").and_then(|_| words.next())?;
-        Some(SocketAddr::new(address.parse::<IpAddr>().ok()?, DNS))
-    });
-    addresses.take(MAX_RESOLVERS).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn name_servers_are_those_of_the_host() {
-        let text = "# nameserver 1.1.1.1\nsearch lan\nnameserver 9.9.9.9 # x\n nameserver\t2620:fe::fe\n\
-                    nameserver fe80::1%eth0\nnameserver x\nnameserver";
-        let expected = ["9.9.9.9:53", "[2620:fe::fe]:53"].map(|address| address.parse::<SocketAddr>().unwrap());
-        assert_eq!(named(text), expected);
-        assert_eq!(named(&"nameserver 9.9.9.9\n".repeat(20)).len(), MAX_RESOLVERS);
-    }
 
     #[test]
     fn the_agent_has_the_addresses_that_the_filter_expects() {
