@@ -9,18 +9,16 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use guest::message::printable;
 use jailer::{Jailed, Part};
-use netfilter_control::{
-    Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, Policy, Record, Request, plan,
-};
+use netfilter_control::{Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, Policy, Request, plan};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::MemfdFlags;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with, socketpair, sockopt};
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socket_with, socketpair, sockopt};
 
 use super::jail::{self, Confined, Confining, Ground};
 use super::journal::Journal;
@@ -40,6 +38,10 @@ const END_PATIENCE: Duration = Duration::from_secs(1);
 const FRAME_BUFFER: usize = 2 << 20;
 /// What is said of a network that is no more.
 const ENDED: &str = "the network of the run has ended";
+/// Why a filter was ended that may have put a policy in force, or not.
+const NO_ANSWER: &str = "it did not say whether a new policy is in force, and was ended";
+/// Why the kernel killed one.
+const OUT_OF_MEMORY: &str = "out-of-memory: it reached the memory limit of its cgroup, and the kernel killed it";
 
 /// Why a run has no network, which it must have.
 #[derive(Debug, thiserror::Error)]
@@ -146,8 +148,7 @@ impl Starting {
         let record = process.record().map_err(|error| NetworkError::System("its process", error))?;
         write_jail(directory, FILTER_JAIL, &record)?;
         wait_until_it_serves(&control, &mut process.jailed)?;
-        let orders = Orders { control, generation: Mutex::new(1), waiting: Mutex::default() };
-        Ok(Filter { process, orders: Arc::new(orders), resolvers: Some(resolvers), ended: None })
+        Ok(Filter { process, orders: Arc::new(Orders::new(control)), resolvers: Some(resolvers), ended: None })
     }
 }
 
@@ -201,15 +202,22 @@ impl Filter {
 
     /// How it ended, when it has. It is killed if it takes too long.
     pub(super) fn reap(&mut self) -> String {
-        reap(&mut self.process.jailed, END_PATIENCE)
+        let how = reap(&mut self.process.jailed, END_PATIENCE);
+        match self.orders.given_up.get() {
+            Some(why) => (*why).to_owned(),
+            None if self.process.ran_out_of_memory() => OUT_OF_MEMORY.to_owned(),
+            None => how,
+        }
     }
 
-    /// Ends it after its guest, and gives its counters, if it still has the word.
+    /// Ends it after its guest, and gives its counters, if it still has the word. Its last record is in the log then.
     pub(super) fn end(mut self) -> Option<Counters> {
         let _ = self.orders.control.send(&Request::Stop, &[]);
-        let counters = self.ended.take()?.recv_timeout(END_PATIENCE).unwrap_or_default();
+        let ended = self.ended.take()?;
+        let counters = ended.recv_timeout(END_PATIENCE);
         self.reap();
-        counters
+        // Without it, whoever listens comes to an end.
+        counters.or_else(|_| ended.recv_timeout(END_PATIENCE)).unwrap_or_default()
     }
 }
 
@@ -220,35 +228,66 @@ type Answer = Result<u64, String>;
 #[derive(Debug)]
 pub(super) struct Orders {
     control: ControlSocket,
-    /// Of the policy in force. Held while a new one is set.
+    /// Of the policy that was sent last. No number is sent twice, so that no answer is taken for another's. Held while a policy
+    /// is set.
     generation: Mutex<u64>,
     /// Who waits for the answer to which.
     waiting: Mutex<Option<(u64, Sender<Answer>)>>,
+    /// Why we ended the filter, if we did.
+    given_up: OnceLock<&'static str>,
 }
 
 impl Orders {
+    fn new(control: ControlSocket) -> Self {
+        Self { control, generation: Mutex::new(1), waiting: Mutex::default(), given_up: OnceLock::new() }
+    }
+
     /// Puts a policy in force: its number, and how many connections it ended. `record` is called when it is.
+    ///
+    /// Where it is not known whether it is, the network ends.
     pub(super) fn set_policy(
         &self,
         policy: &Policy,
         record: impl FnOnce(u64) -> Result<(), String>,
     ) -> Result<(u64, u64), String> {
-        let text = |error: &dyn std::fmt::Display| error.to_string();
-        let file = in_memory(policy).map_err(|error| text(&error))?;
+        self.set_policy_within(PATIENCE, policy, record)
+    }
+
+    fn set_policy_within(
+        &self,
+        patience: Duration,
+        policy: &Policy,
+        record: impl FnOnce(u64) -> Result<(), String>,
+    ) -> Result<(u64, u64), String> {
+        let file = in_memory(policy).map_err(|error| error.to_string())?;
         let mut generation = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
-        let next = generation.saturating_add(1);
+        *generation = generation.saturating_add(1);
         let (sender, answer) = channel();
-        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some((next, sender));
-        send(&self.control, &Request::SetPolicy { generation: next }, &[file.as_fd()]).map_err(
-            |error| match error {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some((*generation, sender));
+        send(&self.control, &Request::SetPolicy { generation: *generation }, &[file.as_fd()]).map_err(|error| {
+            match error {
                 ControlError::Closed => ENDED.to_owned(),
-                error => text(&error),
-            },
-        )?;
-        let revoked = answer.recv_timeout(PATIENCE).map_err(|_| "its network filter does not answer".to_owned())??;
-        *generation = next;
-        record(next)?;
-        Ok((next, revoked))
+                error => error.to_string(),
+            }
+        })?;
+        let Ok(answer) = answer.recv_timeout(patience) else {
+            self.give_up(NO_ANSWER);
+            return Err(format!(
+                "its network filter does not say whether the policy is in force; {ENDED}, so that nothing is reached \
+                 that it denies"
+            ));
+        };
+        let revoked = answer?;
+        record(*generation)?;
+        Ok((*generation, revoked))
+    }
+
+    /// Ends the filter: it sees its control socket closed, or is killed by who sees that it should have ended.
+    fn give_up(&self, why: &'static str) {
+        // The first reason is the reason.
+        let _ = self.given_up.set(why);
+        // It fails if the filter has ended already.
+        let _ = shutdown(&self.control, Shutdown::Both);
     }
 
     /// Gives the answer to this policy, or to whichever is waited for.
@@ -268,21 +307,15 @@ fn listen(orders: &Orders, journal: &mut Journal, resolvers: &mut Resolvers) -> 
         resolvers.refresh(|found| {
             orders.control.send(&Request::SetResolvers { resolvers: found.to_vec() }, &[]).unwrap_or(false)
         });
-        let event = match next(&orders.control, Some(resolvers.due())) {
-            Ok(Some(event)) => event,
-            Ok(None) => continue,
-            Err(_) => return None,
-        };
-        match event {
-            Event::Record { record } => {
-                journal.write(&record);
-                if let Record::PolicySet { generation, revoked } = record {
-                    orders.answer(Some(generation), Ok(revoked));
-                }
+        match next(&orders.control, Some(resolvers.due())) {
+            Ok(Some(Event::Record { record })) => journal.write(&record),
+            Ok(Some(Event::PolicySet { generation, revoked })) => orders.answer(Some(generation), Ok(revoked)),
+            Ok(Some(Event::PolicyRefused { generation, error })) => {
+                orders.answer(Some(generation), Err(printable(&error)));
             }
-            Event::PolicyRefused { generation, error } => orders.answer(Some(generation), Err(printable(&error))),
-            Event::Stopped(counters) => return Some(counters),
-            _ => {}
+            Ok(Some(Event::Stopped(counters))) => return Some(counters),
+            Ok(_) => {}
+            Err(_) => return None,
         }
     }
 }
@@ -337,6 +370,69 @@ fn in_memory(policy: &Policy) -> Result<OwnedFd, NetworkError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn journal() -> (tempfile::TempDir, Journal) {
+        let directory = tempfile::tempdir().unwrap();
+        let journal = Journal::new(Arc::new(Events::open(directory.path(), false).unwrap()));
+        (directory, journal)
+    }
+
+    /// The number of the policy that a filter is given next.
+    fn given(control: &ControlSocket) -> u64 {
+        loop {
+            wait(control, PollFlags::IN, None).unwrap();
+            match control.receive::<Request>().unwrap() {
+                Some((Request::SetPolicy { generation }, policy)) if policy.len() == 1 => return generation,
+                other => assert!(other.is_none(), "{other:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn an_answer_counts_for_its_own_policy_alone() {
+        let (ours, theirs) = ControlSocket::pair().unwrap();
+        let orders = Arc::new(Orders::new(ours));
+        let ((_directory, mut journal), listening) = (journal(), Arc::clone(&orders));
+        let listener =
+            std::thread::spawn(move || listen(&listening, &mut journal, &mut Resolvers::of_the_host()).is_some());
+        let filter = std::thread::spawn(move || {
+            let say = |event: Event| assert!(theirs.send(&event, &[]).unwrap());
+            assert_eq!(given(&theirs), 2);
+            say(Event::PolicyRefused { generation: 2, error: "no".into() });
+            assert_eq!(given(&theirs), 3, "a number is never used again");
+            say(Event::PolicySet { generation: 2, revoked: 7 });
+            say(Event::PolicySet { generation: 3, revoked: 5 });
+            say(Event::Stopped(Counters::default()));
+        });
+        let policy = Policy::default();
+        assert_eq!(orders.set_policy(&policy, |_| panic!("refused")), Err("no".into()));
+        let mut recorded = 0;
+        let record = |generation| {
+            recorded = generation;
+            Ok(())
+        };
+        assert_eq!(orders.set_policy(&policy, record), Ok((3, 5)));
+        assert_eq!(recorded, 3);
+        filter.join().unwrap();
+        assert!(listener.join().unwrap());
+    }
+
+    #[test]
+    fn a_filter_that_does_not_say_what_is_in_force_is_ended() {
+        let (ours, theirs) = ControlSocket::pair().unwrap();
+        let orders = Orders::new(ours);
+        let set = |orders: &Orders| {
+            orders.set_policy_within(Duration::from_millis(20), &Policy::default(), |_| panic!("not in force"))
+        };
+        let error = set(&orders).unwrap_err();
+        assert!(error.contains("does not say") && error.contains(ENDED), "{error}");
+        assert_eq!(orders.given_up.get(), Some(&NO_ANSWER));
+        // It sees the end after what was sent, and who listens to it does.
+        assert!(matches!(theirs.receive::<Request>(), Ok(Some((Request::SetPolicy { generation: 2 }, _)))));
+        assert!(matches!(theirs.receive::<Request>(), Err(ControlError::Closed)));
+        assert_eq!(listen(&orders, &mut journal().1, &mut Resolvers::of_the_host()), None);
+        assert_eq!(set(&orders), Err(ENDED.to_owned()));
+    }
 
     #[test]
     fn the_agent_has_the_addresses_that_the_filter_expects() {
