@@ -14,6 +14,8 @@ const MAX_TAIL: u64 = 16 << 10;
 const PANIC: &str = "Kernel panic - not syncing";
 /// Most lines of the console that an error quotes.
 const MAX_TAIL_LINES: usize = 12;
+/// Most bytes of a log that a run's state quotes: as JSON they take twice as much, of the 4 KiB that the spare state has.
+const MAX_WORDS: usize = 512;
 
 /// Gives the end of a pipe, and writes to `console.log` what comes through it. The pipe is always read,
 /// so that the guest never waits for the host's disk.
@@ -70,6 +72,14 @@ pub(crate) fn tail(log: &Path) -> Option<String> {
     (!lines.is_empty()).then(|| lines.join("\n  "))
 }
 
+/// The end of the last lines of a log, in so few bytes that a run's state has room for it.
+pub(super) fn last_words(log: &Path) -> Option<String> {
+    let mut words = tail(log)?;
+    let start = words.ceil_char_boundary(words.len().saturating_sub(MAX_WORDS));
+    words.drain(..start);
+    Some(words)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,6 +111,17 @@ mod tests {
         let tail = tail(&log).unwrap();
         assert!(tail.starts_with("[ 1.0] Kernel panic - not syncing: why\n"), "{tail}");
         assert_eq!(tail.lines().count(), MAX_TAIL_LINES);
+    }
+
+    #[test]
+    fn last_words_are_few() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("netfilter.log");
+        std::fs::write(&log, format!("{}\nthe end\n", "€".repeat(1000))).unwrap();
+        let words = last_words(&log).unwrap();
+        assert!(words.len() <= MAX_WORDS && words.ends_with("€\n  the end"), "{words}");
+        std::fs::write(&log, "why\n").unwrap();
+        assert_eq!(last_words(&log).as_deref(), Some("why"));
     }
 
     #[test]

@@ -57,7 +57,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(5);
 const REAP_PATIENCE: Duration = Duration::from_secs(1);
 /// How long a workload has between SIGTERM and SIGKILL when the guest powers off.
 const POWER_OFF_GRACE: Duration = Duration::from_secs(2);
-/// How much later than its machine a network filter is told of whose end.
+/// How long a machine's process may still be there when its network filter, which ends when the machine has, is known to have
+/// ended.
 const AFTER_MACHINE: Duration = Duration::from_millis(100);
 /// How long an orderly power-off may take, writing back everything included.
 const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
@@ -191,6 +192,8 @@ struct Supervision<'a> {
     vmm: Vmm,
     /// Until it has ended.
     network: Option<Filter>,
+    /// What is said of the run's state for the rest of its life.
+    lasting: Option<String>,
     shared: Arc<Shared>,
     /// What there is to tell the client beside the end.
     notes: Vec<String>,
@@ -279,6 +282,7 @@ impl<'a> Supervision<'a> {
             happenings,
             vmm,
             network: Some(network),
+            lasting: None,
             shared,
             notes: Vec::new(),
             command,
@@ -359,8 +363,7 @@ impl<'a> Supervision<'a> {
                     *in_good_order = orderly;
                     return Ending::asked(id, &why);
                 }
-                Happening::NetworkEnded => self.network_ended(started),
-                Happening::Collected(_) => Ok(()),
+                Happening::NetworkEnded | Happening::Collected(_) => Ok(()),
             };
             if let Err(error) = noted {
                 return Ending::ours(id, error);
@@ -387,6 +390,8 @@ impl<'a> Supervision<'a> {
                 self.stats = Some(stats.clone());
             }
             Happening::Vmm(Event::Refused { .. }) | Happening::VmmGone(_) => self.stopped = true,
+            // Whatever the run is doing: also while artifacts are copied, or it powers off.
+            Happening::NetworkEnded => self.network_ended(),
             _ => {}
         }
         Some(happening)
@@ -426,28 +431,32 @@ impl<'a> Supervision<'a> {
     }
 
     /// The filter is gone, and the network with it: nothing else leads out of the machine. The run goes on.
-    fn network_ended(&mut self, started: bool) -> Result<(), HomeError> {
+    fn network_ended(&mut self) {
         // It ends after its machine, too, which is then on its way to say so.
         let deadline = Instant::now().checked_add(AFTER_MACHINE);
         while deadline.is_some_and(|deadline| Instant::now() < deadline) {
-            if self.vmm.has_ended() {
-                return Ok(());
+            if self.stopped || self.vmm.has_ended() {
+                return;
             }
             std::thread::sleep(Duration::from_millis(2));
         }
-        let Some(mut network) = self.network.take() else { return Ok(()) };
-        let why = match console::tail(&self.run.path().join("netfilter.log")) {
-            Some(words) => format!("{}; it said: {words}", network.reap()),
-            None => network.reap(),
+        let Some(mut network) = self.network.take() else { return };
+        let how = network.reap();
+        let why = match console::last_words(&self.run.path().join("netfilter.log")) {
+            Some(words) => format!("{how}; it said: {words}"),
+            None => how,
         };
         self.events.add("net.ended", json!({ "why": why }));
         self.notes.push(format!("run {}: its network ended before it did: bulkhead-netfilter: {why}", self.spec.id));
-        self.note(started, Some(format!("network-ended: bulkhead-netfilter: {why}")))
+        self.lasting = Some(format!("network-ended: bulkhead-netfilter: {why}"));
+        // Where the state lies there may be no room. The event and the note tell of it all the same.
+        let _ = self.note(self.started.is_some(), None);
     }
 
     /// Writes down that the run goes on.
     fn note(&self, started: bool, reason: Option<String>) -> Result<(), HomeError> {
         let state = if started { Phase::Running } else { Phase::Starting };
+        let reason = reason.or_else(|| self.lasting.clone());
         let state = State { state, reason, exit_code: None, started: self.started.clone(), ended: None };
         self.run.write_state(&state, !self.spec.ephemeral)
     }
