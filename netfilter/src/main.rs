@@ -26,6 +26,8 @@ pub extern "C" fn main() -> libc::c_int {
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
+    // The kernel would show the number of the descriptor that it was executed from.
+    rustix::thread::set_name(c"netfilter")?;
     // What it does not need, it cannot do, before anything of the guest's is looked at. The jailer has set no_new_privs; but
     // nothing here depends on who started us.
     rustix::thread::set_no_new_privs(true)?;

@@ -101,7 +101,13 @@ const ARGUMENTS: &[(&str, &str, Argument)] = &[
     ("mprotect", "prot", Argument { index: 2, wide: true }),
     ("prctl", "op", Argument { index: 0, wide: false }),
     ("prlimit64", "new", Argument { index: 2, wide: true }),
+    ("getsockopt", "level", Argument { index: 1, wide: false }),
+    ("getsockopt", "option", Argument { index: 2, wide: false }),
+    ("setsockopt", "level", Argument { index: 1, wide: false }),
+    ("setsockopt", "option", Argument { index: 2, wide: false }),
     ("socket", "family", Argument { index: 0, wide: false }),
+    ("socket", "type", Argument { index: 1, wide: false }),
+    ("socket", "protocol", Argument { index: 2, wide: false }),
     ("seccomp", "op", Argument { index: 0, wide: false }),
     ("tgkill", "signal", Argument { index: 2, wide: false }),
 ];
@@ -116,11 +122,14 @@ const CONSTANTS: &[(&str, u64)] = constants! {
     ENOSYS
     FALLOC_FL_KEEP_SIZE FALLOC_FL_PUNCH_HOLE FALLOC_FL_ZERO_RANGE
     F_DUPFD_CLOEXEC F_GETFD F_GETFL F_SETFD F_SETFL
+    IPPROTO_TCP
     MADV_DONTNEED MADV_HUGEPAGE
     MAP_ANONYMOUS MAP_FIXED MAP_SHARED
     PROT_EXEC
     PR_SET_DUMPABLE PR_SET_NAME PR_SET_NO_NEW_PRIVS PR_SET_PDEATHSIG PR_SET_VMA
     SIGABRT
+    SOCK_DGRAM SOCK_STREAM SOL_SOCKET SO_ERROR SO_KEEPALIVE SO_LINGER
+    TCP_KEEPIDLE TCP_NODELAY
 };
 
 /// Constants that the C library does not have. Requests of KVM: `include/uapi/linux/kvm.h`.

@@ -92,7 +92,7 @@ fn a_program_is_its_list() {
                 arguments[index] = value;
                 Data { number: i32::try_from(number).unwrap(), architecture: X86_64, arguments }
             };
-            // Conditions look at the first four arguments; a rule that joined two would need pairs.
+            // Conditions look at the first four arguments.
             for (index, &value) in (0..4).flat_map(|index| values.iter().map(move |value| (index, value))) {
                 for others in [0, u64::MAX] {
                     let data = with(index, value, others);
@@ -101,13 +101,39 @@ fn a_program_is_its_list() {
                 }
             }
         }
-        for (_, call) in list.iter() {
-            if let Allowed::Only(rules) = &call.allowed {
-                let pairs = rules.iter().any(|rule| rule.len() > 1 || rule.iter().any(|c| c.index > 3));
-                assert!(!pairs, "{name}: {}: this test does not try pairs of arguments", call.name);
+        for (number, call) in list.iter() {
+            let Allowed::Only(rules) = &call.allowed else { continue };
+            assert!(rules.iter().flatten().all(|condition| condition.index < 4), "{name}: {}", call.name);
+            if rules.iter().all(|rule| rule.len() == 1) {
+                continue;
+            }
+            // Where a rule joins conditions, every combination of what they compare with, and of values near that.
+            let mut combinations = vec![[0; 6]];
+            for index in 0..4 {
+                let near = near(rules.iter().flatten().filter(|condition| usize::from(condition.index) == index));
+                let with = |arguments: &[u64; 6]| {
+                    let mut arguments = *arguments;
+                    near.iter().map(move |value| (arguments[index] = *value, arguments).1).collect::<Vec<_>>()
+                };
+                combinations = combinations.iter().flat_map(with).collect();
+            }
+            for arguments in combinations {
+                let data = Data { number: i32::try_from(*number).unwrap(), architecture: X86_64, arguments };
+                let (said, done) = (expected(list, &data), run(program.instructions(), &data));
+                assert_eq!(said, done, "{name}: {} with {arguments:x?}", call.name);
             }
         }
     }
+}
+
+/// What conditions compare with, and values near that; zero if there are none.
+fn near<'a>(conditions: impl Iterator<Item = &'a Condition>) -> BTreeSet<u64> {
+    let values = conditions.flat_map(|condition| [condition.value, condition.mask.unwrap_or(0)]);
+    let near = |value: u64| {
+        let flipped = (0..16).map(move |bit| value ^ 1 << bit);
+        flipped.chain([value, value.wrapping_sub(1), value | 1 << 32, value | 1 << 63])
+    };
+    values.flat_map(near).chain([0]).collect()
 }
 
 #[test]

@@ -276,7 +276,7 @@ fn late_start(_: &mut Internet) {
         // Its list of calls is in force when it waits, and had better have that one.
         let stat = format!("/proc/{}/stat", child.id());
         let end = Instant::now() + Duration::from_secs(10);
-        while !std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(" (bulkhead-netfil) S ")) {
+        while !std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(" (netfilter) S ")) {
             let stat = std::fs::read_to_string(&stat);
             assert!(Instant::now() < end && !stat.as_ref().is_ok_and(|stat| stat.contains(") Z ")), "{stat:?}");
             std::thread::sleep(Duration::from_millis(2));

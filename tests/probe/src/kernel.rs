@@ -17,6 +17,13 @@ pub(crate) const ATTEMPTS: &[Attempt] = &[
     attempt("make a socket: AF_PACKET SOCK_RAW", libc::SYS_socket, |_| args(&[n(AF_PACKET), n(SOCK_RAW)])),
     attempt("make a socket: AF_VSOCK SOCK_STREAM", libc::SYS_socket, |_| args(&[n(AF_VSOCK), n(SOCK_STREAM)])),
     attempt("make a socket: AF_ALG SOCK_DGRAM", libc::SYS_socket, |_| args(&[n(AF_ALG), n(SOCK_DGRAM)])),
+    attempt("make a socket: AF_INET SOCK_STREAM, SCTP", libc::SYS_socket, |_| {
+        args(&[n(AF_INET), n(SOCK_STREAM), n(132)])
+    }),
+    attempt("make a socket: AF_INET SOCK_RAW", libc::SYS_socket, |_| args(&[n(AF_INET), n(SOCK_RAW), n(1)])),
+    attempt("filter what a socket takes", libc::SYS_setsockopt, |s| {
+        args(&[n(3), n(libc::SOL_SOCKET), n(libc::SO_ATTACH_FILTER), s.room(), n(16)])
+    }),
     attempt("make a pair of sockets", libc::SYS_socketpair, |s| args(&[n(AF_UNIX), n(SOCK_STREAM), n(0), s.room()])),
     attempt("reach an abstract socket", libc::SYS_connect, |s| args(&[n(3), s.room(), n(16)])).or(&[libc::EINVAL]),
     attempt("offer an abstract socket", libc::SYS_bind, |s| args(&[n(3), s.room(), n(2)])),
