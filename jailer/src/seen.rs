@@ -75,10 +75,15 @@ impl Seen {
 
 /// When a process started, in the kernel's ticks since it booted: with its id, this names a process for good. See `proc(5)`.
 pub fn started(pid: i32) -> io::Result<u64> {
-    let text = std::fs::read_to_string(process(pid).join("stat"))?;
+    let text = read(&process(pid).join("stat"))?;
     // The name is in parentheses, and may have any character in it.
     let field = text.rsplit_once(')').and_then(|(_, fields)| fields.split_ascii_whitespace().nth(19));
     field.and_then(|field| field.parse().ok()).ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat: {text:?}")))
+}
+
+/// A file of the kernel's in which a process has had a word: its name, which may be any bytes.
+fn read(path: &Path) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned())
 }
 
 fn process(pid: i32) -> PathBuf {
@@ -93,7 +98,7 @@ struct Status {
 
 impl Status {
     fn read(directory: &Path) -> io::Result<Self> {
-        let text = std::fs::read_to_string(directory.join("status"))?;
+        let text = read(&directory.join("status"))?;
         Ok(Self { directory: directory.to_owned(), text })
     }
 
@@ -111,7 +116,10 @@ impl Status {
         let filtered = self.number("Seccomp")? == 2;
         // Linux before 5.9 does not count.
         let filters = self.number("Seccomp_filters").unwrap_or(1);
-        Ok(Thread { name: self.field("Name")?.to_owned(), seccomp_filters: if filtered { filters } else { 0 } })
+        // Empty, if the thread has called itself that.
+        let name = self.field("Name").unwrap_or_default();
+        let name = name.replace(|character: char| !character.is_ascii_graphic(), "?");
+        Ok(Thread { name, seccomp_filters: if filtered { filters } else { 0 } })
     }
 }
 
@@ -135,6 +143,21 @@ mod tests {
         assert!(seen.mounts.is_some_and(|mounts| mounts.len() > 1));
         assert_eq!(started(own).unwrap(), started(own).unwrap());
         assert!(started(own).unwrap() > started(1).unwrap());
+    }
+
+    #[test]
+    fn no_name_hides_a_thread() {
+        for (name, shown) in [(&b""[..], ""), (b"\xff\x9b", "??"), (b"a\nb", "a\\nb"), (b") S 1", ")")] {
+            let named = std::ffi::CString::new(name).unwrap();
+            let seen = std::thread::spawn(move || {
+                rustix::thread::set_name(&named).unwrap();
+                let own = i32::try_from(std::process::id()).unwrap();
+                let found = Seen::of(own).unwrap().threads;
+                (found, started(rustix::thread::gettid().as_raw_nonzero().get()).unwrap())
+            });
+            let (threads, _) = seen.join().unwrap();
+            assert!(threads.iter().any(|thread| thread.name == shown), "{shown:?} is not among {threads:?}");
+        }
     }
 
     #[test]
