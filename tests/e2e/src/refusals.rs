@@ -52,11 +52,6 @@ fn wrong_words() {
         (&["--io-max", "speed=1", "busybox"], &["--io-max", "'speed=1'", "rbps, wbps, riops, wiops"]),
         (&["--users", "0-5", "busybox"], &["--users", "'0-5'", "FIRST-LAST"]),
         (&["--allow-unenforced", "seccomp", "busybox"], &["'seccomp'", "namespaces, landlock, cgroup"]),
-        (&["--network-policy", "allow-all", "busybox", "true"], &["--network-policy", "`allow-all` is no policy"]),
-        (&["--network-policy", "@/no/such", "busybox", "true"], &["@/no/such: No such file"]),
-        (&["--allow", "*", "busybox", "true"], &["--allow"]),
-        (&["--allow", "x.example.com:8080", "busybox", "true"], &["--allow", "8080"]),
-        (&["--allow", "cidr:0.0.0.0/0:443+raw", "busybox", "true"], &["open egress", "--i-accept-open-egress"]),
         (&["-m", "much", "busybox"], &["--memory", "'much'", "512M"]),
         (&["-m", "4X", "busybox"], &["--memory", "'4X'", "K, M, G or T"]),
         (&["-m", "0", "busybox"], &["--memory", "zero"]),
@@ -77,6 +72,18 @@ fn wrong_words() {
         (&[], &["required"]),
     ] {
         assert_run_refused(&bulkhead, arguments, words);
+    }
+    // What is wrong with a policy is shown with the place, on lines of its own.
+    for (option, policy, words) in [
+        ("--network-policy", "allow-all", "`allow-all` is no policy"),
+        ("--network-policy", "@/no/such", "@/no/such: No such file"),
+        ("--allow", "*", "--allow"),
+        ("--allow", "x.example.com:8080", "8080"),
+        ("--allow", "cidr:0.0.0.0/0:443+raw", "--i-accept-open-egress"),
+    ] {
+        let refused = bulkhead.output(&["run", option, policy, "busybox", "true"]).refused(125);
+        assert!(refused.starts_with("bulkhead: ") && refused.contains(words), "{policy}: {refused}");
+        assert!(bulkhead.runs().is_empty(), "{policy}");
     }
     for (arguments, words) in [(&["exec", "nowhere", "true"][..], "none with this id"), (&["lsit"], "'list'")] {
         assert_refused(&bulkhead.output(arguments), &[words]);
