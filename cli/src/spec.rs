@@ -1,6 +1,7 @@
 //! What a run is (its spec, frozen at creation) and how it is (its state).
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use netfilter_control::Policy;
@@ -26,6 +27,8 @@ pub(crate) struct Spec {
     pub(crate) machine: Machine,
     /// The network.
     pub(crate) network: Network,
+    /// Ports of the guest that are offered here.
+    pub(crate) ports: Vec<Port>,
     /// The command.
     pub(crate) process: Process,
     /// Milliseconds that the guest has to boot.
@@ -115,6 +118,18 @@ pub(crate) struct Network {
     pub(crate) netfilter: PathBuf,
     /// What may be reached.
     pub(crate) policy: Policy,
+}
+
+/// A port of the guest that is offered on the host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Port {
+    /// The host's address.
+    pub(crate) address: IpAddr,
+    /// The host's port.
+    pub(crate) host: u16,
+    /// The guest's.
+    pub(crate) guest: u16,
 }
 
 /// A policy that was set while a run lived, as `policy.json` in its directory.
@@ -271,6 +286,7 @@ pub(crate) mod test {
                 cmdline_extra: String::new(),
             },
             network: Network { netfilter: "/n".into(), policy: Policy::default() },
+            ports: vec![],
             process: Process {
                 command: vec!["true".into()],
                 env: vec![],

@@ -12,7 +12,8 @@ pub const AGENT_PORT: u32 = 1024;
 pub const VERSIONS: &[u32] = &[1];
 
 /// What this agent can do beyond the bare protocol version. A host checks here before it uses one.
-pub const CAPABILITIES: &[&str] = &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image"];
+pub const CAPABILITIES: &[&str] =
+    &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image", "connect"];
 
 /// Execs that exist at once, running or not yet released. More are refused.
 pub const MAX_EXECS: usize = 64;
@@ -302,6 +303,11 @@ pub enum ExecKind {
         /// What from, in the workload's file system.
         pattern: String,
     },
+    /// Connects to a TCP port of the machine's loopback, and passes on what comes from there and from stdin.
+    Connect {
+        /// Which.
+        port: u16,
+    },
     /// Looks what stands at a path.
     Stat {
         /// Where, in the workload's file system.
@@ -519,9 +525,11 @@ impl ExecSpec {
                 }
                 no_nul("an argument", args)?;
             }
-            ExecKind::BuildImage { .. } if self.terminal.is_some() => return Err(SpecError::TarTerminal),
-            ExecKind::BuildImage { .. } if !self.stdin => return Err(SpecError::TarStdin),
-            ExecKind::BuildImage { .. } => {}
+            ExecKind::BuildImage { .. } | ExecKind::Connect { .. } if self.terminal.is_some() => {
+                return Err(SpecError::TarTerminal);
+            }
+            ExecKind::BuildImage { .. } | ExecKind::Connect { .. } if !self.stdin => return Err(SpecError::TarStdin),
+            ExecKind::BuildImage { .. } | ExecKind::Connect { .. } => {}
             ExecKind::TarExtract { dir: path }
             | ExecKind::TarCreate { path }
             | ExecKind::TarGlob { pattern: path }

@@ -7,11 +7,12 @@ mod common;
 use common::{Machine, run, sh};
 use guest::{
     host::AgentError,
-    message::{ExecSpec, ExitRecord, RefusalKind, Resource, Rlimit, StartFailure, Terminal},
+    message::{ExecKind, ExecSpec, ExitRecord, RefusalKind, Resource, Rlimit, StartFailure, Terminal},
 };
 use std::{
     fs,
     io::{Read, Write},
+    net::TcpListener,
     os::unix::{fs::PermissionsExt, net::UnixStream},
     sync::atomic::Ordering,
     thread,
@@ -49,6 +50,36 @@ fn a_command_runs_in_its_place() {
     let lines: Vec<_> = ran.text().lines().collect();
     assert_eq!(lines[..2], ["99", "100"]);
     assert_eq!(lines.len(), 2 + 1 + 4, "no descriptor but 0 to 2 and that of the listing: {}", ran.text());
+}
+
+#[test]
+fn a_connection_is_joined_with_a_server() {
+    let machine = Machine::start();
+    let agent = machine.agent();
+    let server = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = server.local_addr().unwrap().port();
+    let connect = |id: &str, port| ExecSpec {
+        id: id.into(),
+        kind: ExecKind::Connect { port },
+        stdin: true,
+        ..ExecSpec::default()
+    };
+    let echo = thread::spawn(move || {
+        // One that answers all that it got, and one that says something and hangs up.
+        let (stream, _) = server.accept().unwrap();
+        std::io::copy(&mut &stream, &mut &stream).unwrap();
+        drop(stream);
+        server.accept().unwrap().0.write_all(b"busy").unwrap();
+    });
+    let input = vec![7; 3_000_001];
+    let ran = run(&agent, connect("a", port), &input);
+    assert_eq!((ran.record, ran.stdout == input), (OK, true));
+    assert_eq!(run(&agent, connect("b", port), b"").text(), "busy");
+    echo.join().unwrap();
+    // Nobody listens there any more.
+    let ran = run(&agent, connect("c", port), b"x");
+    assert_eq!(ran.record, ExitRecord::Exited { code: 1 });
+    assert!(ran.stderr.contains("refused"), "{}", ran.stderr);
 }
 
 #[test]

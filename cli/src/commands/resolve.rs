@@ -56,6 +56,7 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
             console: args.console,
             cmdline_extra: args.cmdline_extra.clone(),
         },
+        ports: args.ports.clone(),
         network: Network { netfilter: canonical(&files.netfilter)?, policy },
         process: Process {
             command,

@@ -24,7 +24,7 @@ use crate::files::copy::{Guest, Inwards};
 use crate::files::pack::Owner;
 use crate::frame::{Frame, Request, Size};
 use crate::home::Home;
-use crate::spec::{Artifacts, Machine, Spec};
+use crate::spec::{Artifacts, Machine, Port, Spec};
 use crate::store::{RunDirectory, Store};
 use crate::units::{parse_duration, parse_size};
 use crate::{FAILED, say, terminal};
@@ -69,6 +69,9 @@ pub(crate) struct Run {
     /// What goes before the command in place of the image's entry point, whose command then does not count; "" for nothing
     #[arg(long, value_name = "COMMAND")]
     pub(crate) entrypoint: Option<String>,
+    /// Offer a port of the guest here, on 127.0.0.1 unless an address is given (repeatable)
+    #[arg(short = 'p', long = "publish", value_name = "[ADDRESS:]PORT:GUESTPORT", value_parser = port, help_heading = "Network")]
+    pub(crate) ports: Vec<Port>,
     /// What it may reach.
     #[command(flatten)]
     pub(crate) network: super::policy::Given,
@@ -324,6 +327,18 @@ fn write_stats(path: &Path, stats: &Stats) -> Result<(), String> {
     let failed = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let text = serde_json::to_string(stats).map_err(|error| failed(&error))?;
     std::fs::write(path, text).map_err(|error| failed(&error))
+}
+
+/// `8080:80`, `0.0.0.0:8080:80`, `[::1]:8080:80`
+fn port(text: &str) -> Result<Port, String> {
+    let number = |text: &str| text.parse::<u16>().ok().filter(|port| *port > 0);
+    let parse = || {
+        let (rest, guest) = text.rsplit_once(':')?;
+        let (address, host) = rest.rsplit_once(':').unwrap_or(("127.0.0.1", rest));
+        let address = address.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(address);
+        Some(Port { address: address.parse().ok()?, host: number(host)?, guest: number(guest)? })
+    };
+    parse().ok_or_else(|| "expected [ADDRESS:]PORT:GUESTPORT, such as 8080:80 or 0.0.0.0:8080:80".to_owned())
 }
 
 fn label(text: &str) -> Result<(String, String), String> {

@@ -18,6 +18,7 @@ pub(crate) mod jail;
 mod journal;
 mod machine;
 mod network;
+mod ports;
 mod resolvers;
 mod serve;
 mod surroundings;
@@ -224,6 +225,7 @@ impl<'a> Supervision<'a> {
         how: Start<'_>,
     ) -> Result<Self, String> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
+        let ports = ports::listen(&spec.ports)?;
         let (machine, ground) = (&spec.machine, Ground::find(&spec.machine.jail));
         let starting = network::start(&ground, run.path(), &machine.jail, &spec.network);
         let (starting, link) = starting.map_err(|error| text(&error))?;
@@ -271,6 +273,7 @@ impl<'a> Supervision<'a> {
         let events = Arc::clone(how.events);
         let shared =
             Arc::new(Shared::new(run, spec.clone(), vmm.control(), network.orders(), Arc::clone(&events), sender));
+        ports::serve(ports, &shared).map_err(|error| format!("thread: {error}"))?;
         let serving = Arc::clone(&shared);
         Builder::new()
             .name("serve".into())

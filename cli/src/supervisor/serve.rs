@@ -80,6 +80,12 @@ impl Shared {
         let _ = self.agent.set(agent);
     }
 
+    /// The agent, and the id of another exec.
+    pub(super) fn agent_and_id(&self, kind: &str) -> Result<(&Agent, String), AgentError> {
+        let agent = self.agent.get().ok_or(AgentError::Gone)?;
+        Ok((agent, format!("{kind}-{}", self.execs.fetch_add(1, Ordering::Relaxed))))
+    }
+
     /// The VMM answered: so does everyone's question.
     pub(super) fn answer(&self, stats: &Stats) {
         for who in std::mem::take(&mut *self.asking.lock().unwrap_or_else(PoisonError::into_inner)) {
@@ -254,6 +260,7 @@ pub(super) fn command_of(spec: &ExecSpec) -> &str {
         ExecKind::Command { args } => args.first().map_or("", String::as_str),
         ExecKind::TarExtract { .. } => "copy in",
         ExecKind::TarCreate { .. } | ExecKind::TarGlob { .. } => "copy out",
+        ExecKind::Connect { .. } => "port",
         ExecKind::Stat { .. } => "look",
         ExecKind::BuildImage { .. } => "build image",
     }

@@ -2,6 +2,7 @@
 
 mod cgroup;
 mod child;
+mod connect;
 mod connection;
 mod exec;
 mod image;

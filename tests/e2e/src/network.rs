@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::net::{Ipv4Addr, TcpListener};
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -70,7 +71,7 @@ impl World {
     fn only(&mut self, expected: &[(u8, Ipv4Addr, u16)]) {
         assert_eq!((self.internet.forbidden(), self.own.load(Ordering::Relaxed)), (0, 0));
         let mut seen = self.capture.seen.lock().unwrap().clone();
-        seen.retain(|packet| packet.as_deref() != Some("arp"));
+        seen.retain(|packet| !matches!(packet.as_deref(), Some("arp" | "published")));
         let expected = expected.iter().map(|(protocol, address, port)| Some(format!("{protocol} {address}:{port}")));
         assert_eq!(seen, expected.collect());
     }
@@ -111,6 +112,9 @@ fn describe(frame: &[u8]) -> Option<String> {
     let (from, to) = (address(12)?, address(16)?);
     let ports = packet.get(usize::from(packet[0] & 15) * 4..)?;
     let port = |at: usize| Some(u16::from_be_bytes(*ports.get(at..)?.first_chunk()?));
+    if from.is_loopback() && to.is_loopback() && [port(0)?, port(2)?].contains(&18_080) {
+        return Some("published".to_owned());
+    }
     let (other, port) = if from == HOST { (to, port(2)?) } else { (from, port(0)?) };
     Some(format!("{} {other}:{port}", packet[9]))
 }
@@ -208,7 +212,7 @@ fn a_run_reaches_what_its_policy_names() {
                   api.example.com:{7000|7001|7002}+raw";
     let nowhere =
         ["host", "router", "loopback", "private", "metadata"].map(|name| format!("{name}.example.com:7000+raw"));
-    let mut options = vec!["--network-policy", policy];
+    let mut options = vec!["--network-policy", policy, "-p", "18080:8080"];
     options.extend(nowhere.iter().flat_map(|rule| ["--allow", rule.as_str()]));
     let resident = bulkhead.reside("box", &options);
 
@@ -253,6 +257,17 @@ fn a_run_reaches_what_its_policy_names() {
     ] {
         assert!(has(&log, kind, field, text), "{kind} {field} {text}: {log:#?}");
     }
+
+    // A published port leads in, to a program that listens on the guest's loopback, both ways and half-closed.
+    let _server = bulkhead.start(&["exec", "box", "nc", "-l", "-p", "8080", "-e", "cat"]);
+    let mut answer = Vec::new();
+    until("an answer of the guest", || {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, 18_080)).unwrap();
+        answer.clear();
+        let asked = stream.write_all(&[7; 300_000]).and_then(|()| stream.shutdown(Shutdown::Write));
+        asked.and_then(|()| stream.read_to_end(&mut answer)).is_ok_and(|length| length > 0)
+    });
+    assert!(answer == [7; 300_000], "{} bytes", answer.len());
 
     // When another policy is set, what it does not allow ends, and what it allows begins.
     let mut long = bulkhead.start(&["exec", "box", "sh", "-c", "(echo go; sleep 1000) | nc api.example.com 7000"]);

@@ -80,6 +80,7 @@ fn wrong_words() {
         ("--allow", "*", "--allow"),
         ("--allow", "x.example.com:8080", "8080"),
         ("--allow", "cidr:0.0.0.0/0:443+raw", "--i-accept-open-egress"),
+        ("-p", "127.0.0.1:0:80", "PORT:GUESTPORT"),
     ] {
         let refused = bulkhead.output(&["run", option, policy, "busybox", "true"]).refused(125);
         assert!(refused.starts_with("bulkhead: ") && refused.contains(words), "{policy}: {refused}");
