@@ -35,8 +35,11 @@ const MOST_MEMORY: u64 = 32 << 10;
 fn a_panic_is_told() {
     let bulkhead = Bulkhead::new();
     // One that happens while the command runs, with what the kernel said of it.
-    let script = "echo before; echo c > /proc/sysrq-trigger; sleep 1000";
-    let ended = bulkhead.output(&["run", "--console", "--name", "box", "busybox", "sh", "-c", script]);
+    let script = "echo before; read -r line; echo c > /proc/sysrq-trigger; sleep 1000";
+    let mut panicking = bulkhead.start(&["run", "-i", "--console", "--name", "box", "busybox", "sh", "-c", script]);
+    // What a command says in its last moment, nobody might hear.
+    panicking.until_printed("before\n");
+    let ended = panicking.finish();
     assert_eq!((ended.code, ended.stdout.as_str()), (125, "before\n"), "{ended:?}");
     let first = ended.stderr.lines().next().unwrap();
     assert!(first.contains("the guest's kernel reset the machine before the command ended"), "{ended:?}");
