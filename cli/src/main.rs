@@ -77,6 +77,8 @@ fn main() -> ExitCode {
 fn say(text: &str) {
     use std::io::Write;
     for line in text.lines() {
+        // A name in it may be a guest's or a package's, and a terminal obeys much of what it is shown.
+        let line = line.replace(|character: char| character.is_control() && character != '\t', "\u{fffd}");
         let _ = writeln!(std::io::stderr(), "bulkhead: {line}");
     }
 }

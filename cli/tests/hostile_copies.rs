@@ -139,6 +139,7 @@ fn a_hostile_archive_can_at_worst_fail_the_copy() {
         ("file", Vec::new(), "the guest sent nothing"),
         ("link", entry("x", b'2', "/etc/shadow", b""), "outside of what is copied"),
         ("device", Vec::new(), "the guest's answer"),
+        (r"\u001b]0;\u0007\nbulkhead: fine", Vec::new(), "the guest's answer"),
     ];
     for (kind, archive, words) in cases {
         let fake = Fake::new();

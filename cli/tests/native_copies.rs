@@ -277,6 +277,7 @@ fn what_cannot_be_copied_is_refused_in_one_line() {
         (&["box:/w/old", "socket"], "socket: it is neither a file nor a directory"),
         (&["box:/w/old", "dangling"], "dangling: it is a link to nothing"),
         (&["--limit", "1", "box:/w/old", "x"], "the guest sends more than 1 B"),
+        (&["--limit", "1K", "box:/w/old", "-"], "its archive is longer than 1.0 KiB"),
     ] {
         let output = native.cp(arguments);
         let said = text(&output.stderr);

@@ -104,7 +104,9 @@ pub(crate) fn cp(args: &Cp) -> Result<u8, String> {
         (Side::Stream, Side::There { path, .. }) => {
             guest.archive_in(&mut io::stdin().lock(), path).map(|()| Vec::new())
         }
-        (Side::There { path, .. }, _) => guest.archive_out(path, follow, &mut io::stdout().lock()).map(|()| Vec::new()),
+        (Side::There { path, .. }, _) => {
+            guest.archive_out(path, follow, limit, &mut io::stdout().lock()).map(|()| Vec::new())
+        }
         // Checked above.
         _ => Ok(Vec::new()),
     };

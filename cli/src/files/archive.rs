@@ -63,10 +63,18 @@ pub(crate) struct Budget {
 /// Most entries.
 pub(crate) const MAX_ENTRIES: u64 = 1_000_000;
 
+/// What a directory takes of a disk, on most.
+const DIRECTORY: u64 = 4096;
+
 impl Budget {
     /// So many bytes of content, and [`MAX_ENTRIES`].
     pub(crate) fn new(bytes: u64) -> Self {
         Self { limit: bytes, bytes, entries: MAX_ENTRIES }
+    }
+
+    /// For a directory that is made here, whether the archive has an entry for it or names it in a path alone.
+    pub(crate) fn directory(&mut self) -> Result<(), ArchiveError> {
+        self.entry(DIRECTORY)
     }
 
     fn entry(&mut self, size: u64) -> Result<(), ArchiveError> {
@@ -112,7 +120,7 @@ pub(crate) enum Kind {
 pub(crate) fn read<E: From<ArchiveError>>(
     from: &mut dyn Read,
     budget: &mut Budget,
-    mut each: impl FnMut(Header, &mut dyn Read) -> Result<(), E>,
+    mut each: impl FnMut(Header, &mut dyn Read, &mut Budget) -> Result<(), E>,
 ) -> Result<(), E> {
     let mut parser = Parser::new();
     let mut block = Vec::new();
@@ -132,7 +140,7 @@ pub(crate) fn read<E: From<ArchiveError>>(
             Pushed::Member(member) => {
                 budget.entry(member.stored)?;
                 let mut content = from.take(member.stored);
-                each(header(&member)?, &mut content)?;
+                each(header(&member)?, &mut content, budget)?;
                 // What was not taken of it, and its padding.
                 let rest = content.limit().saturating_add(padded(member.stored).saturating_sub(member.stored));
                 let skipped = io::copy(&mut from.take(rest), &mut io::sink()).map_err(ArchiveError::Read)?;
@@ -227,7 +235,7 @@ mod tests {
 
     fn count(bytes: &[u8], limit: u64) -> Result<u64, ArchiveError> {
         let mut seen = 0;
-        read(&mut &bytes[..], &mut Budget::new(limit), |header, content| {
+        read(&mut &bytes[..], &mut Budget::new(limit), |header, content, _| {
             seen += 1;
             let copied = io::copy(content, &mut io::sink())?;
             assert!(copied <= header.size);
@@ -267,7 +275,7 @@ mod tests {
         assert!(matches!(count(&many, 49), Err(ArchiveError::TooLarge(49))));
         let mut budget = Budget::new(u64::MAX);
         budget.entries = 2;
-        let result = read(&mut many.as_slice(), &mut budget, |_, _| Ok::<(), ArchiveError>(()));
+        let result = read(&mut many.as_slice(), &mut budget, |_, _, _| Ok::<(), ArchiveError>(()));
         assert!(matches!(result, Err(ArchiveError::TooMany(_))));
         assert!(matches!(count(&record(EntryType::Regular, 1 << 62, b"x"), 1 << 30), Err(ArchiveError::TooLarge(_))));
     }
@@ -275,7 +283,7 @@ mod tests {
     #[test]
     fn what_follows_the_end_is_bounded() {
         let mut endless = io::repeat(0);
-        let result = read(&mut endless, &mut Budget::new(1), |_, _| Ok::<(), ArchiveError>(()));
+        let result = read(&mut endless, &mut Budget::new(1), |_, _, _| Ok::<(), ArchiveError>(()));
         assert!(matches!(result, Err(ArchiveError::Endless)));
     }
 

@@ -48,7 +48,7 @@ impl Channel {
         let read = (&mut channel).take(MAX_STAT).read_to_end(&mut text);
         channel.finish()?;
         read.map_err(|error| error.to_string())?;
-        serde_json::from_slice(&text).map_err(|error| format!("the guest's answer: {error}"))
+        serde_json::from_slice(&text).map_err(|error| format!("the guest's answer: {}", printable(&error.to_string())))
     }
 
     /// Takes one frame.

@@ -17,6 +17,7 @@ use super::pack::{self, Form, Owner, PackError, Packed};
 use super::rules::{Plan, Source, There, absolute, contents_only, plan, split};
 use super::umask;
 use crate::frame::Copy;
+use crate::units::show_size;
 
 /// A running guest, by its supervisor.
 pub(crate) struct Guest<'a> {
@@ -179,8 +180,8 @@ impl Guest<'_> {
         }
     }
 
-    /// Writes a file or directory of the guest's as an archive.
-    pub(crate) fn archive_out(&self, source: &str, follow: bool, to: &mut dyn Write) -> Result<(), String> {
+    /// Writes a file or directory of the guest's as an archive, of which at most the limit comes.
+    pub(crate) fn archive_out(&self, source: &str, follow: bool, limit: u64, to: &mut dyn Write) -> Result<(), String> {
         let path = absolute(source);
         let found = self.stat(&path, follow, None)?;
         if found.kind == FileKind::Absent {
@@ -188,11 +189,14 @@ impl Guest<'_> {
         }
         let path = if follow { found.path.unwrap_or(path) } else { path };
         let mut channel = self.channel(Copy::Out { path: path.clone() })?;
-        match io::copy(&mut channel, to) {
+        match io::copy(&mut (&mut channel).take(limit), to) {
             // Nobody reads it any more.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
             other => other.map_err(|error| error.to_string())?,
         };
+        if channel.read(&mut [0]).map_err(|error| error.to_string())? > 0 {
+            return Err(format!("{path} in the run: its archive is longer than {}; see --limit", show_size(limit)));
+        }
         channel.finish().map_err(|error| format!("{path} in the run: {error}"))
     }
 

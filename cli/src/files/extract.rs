@@ -147,7 +147,7 @@ impl<'a> Destination<'a> {
     ) -> Result<Summary, ExtractError> {
         let mut summary = Summary::default();
         let mut new = Vec::new();
-        let result = archive::read(from, budget, |mut header, content| {
+        let result = archive::read(from, budget, |mut header, content, budget| {
             if let Shape::Single(name) = shape {
                 if summary.files > 0 || !matches!(header.kind, Kind::File | Kind::Link(_)) {
                     return Err(ExtractError::Unasked(shown(&header.path)));
@@ -158,7 +158,7 @@ impl<'a> Destination<'a> {
                 summary.leave_out(&header.path, "another pattern brought it already");
                 return Ok(());
             }
-            self.put(&header, content, &mut summary)?;
+            self.put(&header, content, budget, &mut summary)?;
             if self.brought.is_some() && header.kind != Kind::Directory {
                 self.keep_name(&header.path)?;
                 new.push(header.path);
@@ -172,7 +172,13 @@ impl<'a> Destination<'a> {
         result.and(finished).map(|()| summary)
     }
 
-    fn put(&mut self, header: &Header, content: &mut dyn Read, summary: &mut Summary) -> Result<(), ExtractError> {
+    fn put(
+        &mut self,
+        header: &Header,
+        content: &mut dyn Read,
+        budget: &mut Budget,
+        summary: &mut Summary,
+    ) -> Result<(), ExtractError> {
         let path = header.path.as_path();
         let name = match (path.file_name(), &header.kind) {
             (Some(name), _) => name,
@@ -192,17 +198,17 @@ impl<'a> Destination<'a> {
                 summary.leave_out(path, &format!("it is a link to {target}, outside of what is copied"));
             }
             Kind::Directory => {
-                self.directory(path, header)?;
+                self.directory(path, header, budget)?;
                 summary.directories = summary.directories.saturating_add(1);
             }
             Kind::Link(target) => {
-                let directory = self.open(above)?;
+                let directory = self.open(above, budget)?;
                 let temporary = Temporary::link(&directory, target).map_err(io_at(path))?;
                 temporary.move_to(name, path)?;
                 summary.files = summary.files.saturating_add(1);
             }
             Kind::File => {
-                let directory = self.open(above)?;
+                let directory = self.open(above, budget)?;
                 self.file(&directory, name, header, content)?;
                 summary.files = summary.files.saturating_add(1);
                 summary.bytes = summary.bytes.saturating_add(header.size);
@@ -212,7 +218,7 @@ impl<'a> Destination<'a> {
     }
 
     /// Opens a directory below the root, and makes what is missing of it.
-    fn open(&self, path: &Path) -> Result<OwnedFd, ExtractError> {
+    fn open(&self, path: &Path, budget: &mut Budget) -> Result<OwnedFd, ExtractError> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let look = |at: BorrowedFd<'_>, name: &Path| openat2(at, name, flags, Mode::empty(), SAFELY);
         let whole = if path.as_os_str().is_empty() { Path::new(".") } else { path };
@@ -228,6 +234,7 @@ impl<'a> Destination<'a> {
             let part = Path::new(part.as_os_str());
             let next = match look(here, part) {
                 Err(Errno::NOENT) => {
+                    budget.directory()?;
                     match mkdirat(here, part, Mode::from_raw_mode(0o777)) {
                         Ok(()) | Err(Errno::EXIST) => {}
                         Err(error) => return Err(io_at(&so_far)(error)),
@@ -241,12 +248,13 @@ impl<'a> Destination<'a> {
         at.ok_or_else(|| in_the_way(path, Errno::NOENT))
     }
 
-    fn directory(&mut self, path: &Path, header: &Header) -> Result<(), ExtractError> {
-        let above = self.open(path.parent().unwrap_or(Path::new("")))?;
+    fn directory(&mut self, path: &Path, header: &Header, budget: &mut Budget) -> Result<(), ExtractError> {
+        let above = self.open(path.parent().unwrap_or(Path::new("")), budget)?;
         let name = path.file_name().unwrap_or_default();
         // For us alone until the end: what it will be may forbid us to write in it.
         match mkdirat(&above, name, Mode::RWXU) {
             Ok(()) => {
+                budget.directory()?;
                 if self.rules.owners {
                     let made = openat2(
                         &above,
@@ -262,7 +270,7 @@ impl<'a> Destination<'a> {
                 Ok(())
             }
             // What is a directory here already stays as it is; anything else is in the way.
-            Err(Errno::EXIST) => self.open(path).map(drop),
+            Err(Errno::EXIST) => self.open(path, budget).map(drop),
             Err(error) => Err(io_at(path)(error)),
         }
     }

@@ -262,7 +262,7 @@ fn of_two_patterns_that_bring_a_file_the_first_counts() {
     let place = Place::new();
     let root = fs::File::open(place.to()).unwrap();
     let mut destination = Destination::new(root.as_fd(), RULES, false).shared();
-    let mut budget = Budget::new(100);
+    let mut budget = Budget::new(4200);
     let put = |destination: &mut Destination<'_>, budget: &mut Budget, archive: &[u8]| {
         destination.extract(&mut &archive[..], &Shape::Tree, budget)
     };
@@ -273,7 +273,17 @@ fn of_two_patterns_that_bring_a_file_the_first_counts() {
     assert_eq!(fs::read_to_string(place.to().join("d/a")).unwrap(), "first");
     assert_eq!(fs::read_to_string(place.to().join("d/b")).unwrap(), "b");
     // The budget is for all of them.
-    assert!(put(&mut destination, &mut budget, &file("c", &"x".repeat(100))).is_err());
+    assert!(put(&mut destination, &mut budget, &file("c", &"x".repeat(110))).is_err());
+}
+
+#[test]
+fn directories_that_are_only_named_are_counted() {
+    let place = Place::new();
+    let archive: Vec<u8> = (0..300).flat_map(|n| file(&format!("{n}/a/b/c/d/e/f"), "")).collect();
+    let error = place.tree(&archive).unwrap_err();
+    assert_eq!(error.to_string(), "the guest sends more than 1.0 MiB");
+    let made = fs::read_dir(place.to()).unwrap().count();
+    assert!(made <= 256 / 6 + 1, "{made}");
 }
 
 /// Another user swaps a directory of the destination for a link to outside, as fast as they can.

@@ -8,6 +8,8 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Component, Path, PathBuf};
 
+use guest::message::printable;
+
 use super::compression::Compression;
 
 /// Begins every `ar` archive.
@@ -19,6 +21,8 @@ const MAX_ENTRIES: usize = 100_000;
 const MAX_BYTES: u64 = 4 << 30;
 /// Longest name, as in the kernel.
 const MAX_NAME: u64 = 4096;
+/// Most parts of a path that is wanted. Modules have twelve at most, and whatever removes a tree holds each of its levels open.
+const MAX_PARTS: usize = 16;
 
 /// What can be wrong with a package.
 #[derive(Debug, thiserror::Error)]
@@ -130,6 +134,12 @@ fn extract(archive: &mut tar::Archive<impl Read>, into: &Path) -> Result<(), Deb
             continue;
         }
         let Some(path) = wanted(&name) else { continue };
+        if path.components().count() > MAX_PARTS {
+            let path = printable(&path.to_string_lossy());
+            return Err(DebError::Strange(format!(
+                "{path} is deeper than {MAX_PARTS} directories, which no module is"
+            )));
+        }
         let path = into.join(path);
         if let Some(parent) = path.parent() {
             fs::create_dir_all(parent).map_err(|error| DebError::Write { path: parent.to_owned(), error })?;
@@ -284,6 +294,16 @@ mod tests {
         assert_eq!(unpacked(&around(&builder.into_inner().unwrap())).unwrap(), ["boot/vmlinuz-1"]);
         let twice = package(&[("boot/vmlinuz-1", b"a"), ("usr/boot/vmlinuz-1", b"b")], Compression::None);
         assert!(unpacked(&twice).unwrap_err().contains("File exists"));
+    }
+
+    #[test]
+    fn no_file_is_deep_and_the_store_stays_as_it_was() {
+        let deep = |depth: usize| format!("lib/modules/6.1/{}x.ko", "d/".repeat(depth));
+        let with = |name: &str| unpacked(&package(&[(name, b"x")], Compression::None));
+        assert_eq!(with(&deep(12)).unwrap().len(), 1);
+        for depth in [13, 1850] {
+            assert!(with(&deep(depth)).unwrap_err().contains("is deeper than"));
+        }
     }
 
     #[test]

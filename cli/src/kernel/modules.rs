@@ -7,7 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
 
 use super::compression::{UnpackError, unpack};
 use super::elf::{ElfError, section};
@@ -24,7 +27,8 @@ const WANTED: [(&str, &str); 7] = [
     ("vmw_vsock_virtio_transport", "the connection to the guest agent"),
     ("virtio_net", "the network"),
 ];
-/// Largest module, unpacked; those of distributions stay below 20 MiB.
+/// Largest module, unpacked, and all together that are picked, which every machine gets into its memory; those of
+/// distributions stay below 20 MiB.
 const MAX_MODULE: u64 = 128 << 20;
 /// Most files of a module tree. Distributions have 5,000.
 const MAX_FILES: usize = 100_000;
@@ -106,7 +110,7 @@ pub(super) enum ModulesError {
         directory: PathBuf,
     },
     /// Dependencies without end.
-    #[error("{directory}: the modules needed depend on over {MAX_PICKED} others, which is not so with any kernel", directory = directory.display())]
+    #[error("{directory}: the modules needed depend on over {MAX_PICKED} others, or have over {MAX_MODULE} bytes, which is not so with any kernel", directory = directory.display())]
     TooManyNeeded {
         /// Where.
         directory: PathBuf,
@@ -171,8 +175,9 @@ impl Tree {
     pub(super) fn pick(&self, release: &str) -> Result<Vec<Module>, ModulesError> {
         let mut picked = Vec::new();
         let mut seen = BTreeSet::new();
+        let mut room = MAX_MODULE;
         for (name, purpose) in WANTED {
-            self.add(name, purpose, release, &mut seen, &mut picked)?;
+            self.add(name, purpose, release, &mut seen, &mut picked, &mut room)?;
         }
         Ok(picked)
     }
@@ -184,6 +189,7 @@ impl Tree {
         release: &str,
         seen: &mut BTreeSet<String>,
         picked: &mut Vec<Module>,
+        room: &mut u64,
     ) -> Result<(), ModulesError> {
         // Before what it depends on: a circle ends here.
         if self.builtin.contains(name) || !seen.insert(name.to_owned()) {
@@ -202,12 +208,15 @@ impl Tree {
         let content =
             unpack(&packed, MAX_MODULE).map_err(|error| ModulesError::Packed { path: path.clone(), error })?;
         let info = Info::of(&content).map_err(|error| ModulesError::NotAModule { path: path.clone(), error })?;
+        let length = u64::try_from(content.len()).unwrap_or(u64::MAX);
+        let too_many = || ModulesError::TooManyNeeded { directory: self.directory.clone() };
+        *room = room.checked_sub(length).ok_or_else(too_many)?;
         if info.release != release {
             let (of, release) = (info.release, release.to_owned());
             return Err(ModulesError::OfAnother { path: path.clone(), of, release });
         }
         for needed in &info.depends {
-            self.add(needed, &format!("{name} needs it"), release, seen, picked)?;
+            self.add(needed, &format!("{name} needs it"), release, seen, picked, room)?;
         }
         for wished in &info.softdeps {
             // A wish may be for an alias. The one that matters is "crypto-crc32c", with which ext4 asks for a checksum whose
@@ -215,7 +224,7 @@ impl Tree {
             let algorithm = wished.strip_prefix("crypto_").unwrap_or(wished);
             let known = [wished.clone(), format!("{algorithm}_generic")];
             if let Some(wished) = known.iter().find(|name| self.files.contains_key(*name)) {
-                self.add(wished, &format!("{name} wishes it"), release, seen, picked)?;
+                self.add(wished, &format!("{name} wishes it"), release, seen, picked, room)?;
             }
         }
         picked.push(Module { name: name.to_owned(), content });
@@ -302,7 +311,12 @@ pub(super) fn walk(directory: &Path) -> Result<Vec<PathBuf>, ModulesError> {
 
 fn read_bounded(path: &Path) -> Result<Vec<u8>, ModulesError> {
     let mut content = Vec::new();
-    let file = File::open(path).map_err(at(path))?;
+    // What is no file might never end, or never begin.
+    let file =
+        File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path).map_err(at(path))?;
+    if !file.metadata().map_err(at(path))?.is_file() {
+        return Err(at(path)(io::Error::other("not a regular file")));
+    }
     file.take(MAX_MODULE.saturating_add(1)).read_to_end(&mut content).map_err(at(path))?;
     if u64::try_from(content.len()).unwrap_or(u64::MAX) > MAX_MODULE {
         return Err(ModulesError::Packed { path: path.to_owned(), error: UnpackError::TooLarge { limit: MAX_MODULE } });

@@ -312,7 +312,8 @@ impl Store {
                 other => other.map_err(at(&path))?,
             };
             if flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
-                remove_all(&path)?;
+                // What cannot be removed is in nobody's way, and the next import tries again.
+                let _ = remove_all(&path);
             }
         }
         Ok(())
