@@ -147,7 +147,15 @@ impl EventLoop {
                 let _ = self.control.send(&Event::Stats(self.stats()), &[]);
                 None
             }
-            Ok((Request::Stop | Request::Start(_), _)) => Some(StopReason::Asked),
+            Ok((
+                Request::Stop
+                | Request::Start(_)
+                | Request::Restore(_)
+                | Request::Pause
+                | Request::Resume
+                | Request::Save,
+                _,
+            )) => Some(StopReason::Asked),
             Err(ControlError::TooManyDescriptors) => None,
             Err(_) => Some(StopReason::Asked),
         }

@@ -337,7 +337,15 @@ impl<'a> Supervision<'a> {
                     self.events.add("disk.room", json!({ "disk": disk }));
                     self.note(started, None)
                 }
-                Happening::Vmm(Event::Running | Event::Stats(_)) => Ok(()),
+                // Nobody asks for the others yet.
+                Happening::Vmm(
+                    Event::Running
+                    | Event::Stats(_)
+                    | Event::Paused
+                    | Event::Resumed
+                    | Event::Saved(_)
+                    | Event::SaveFailed { .. },
+                ) => Ok(()),
                 Happening::Booted(agent) => {
                     self.events.add("run.booted", json!({ "kernel": printable(&agent.about().kernel) }));
                     // What the client does before the command takes its time.

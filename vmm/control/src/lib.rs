@@ -4,7 +4,7 @@
 //! [`MAX_MESSAGE`] bytes, with up to [`MAX_DESCRIPTORS`] descriptors attached. The VMM opens no path:
 //! everything that it touches comes through here, so what it can reach is what the supervisor chose.
 //!
-//! The supervisor sends [`Request::Start`] first and once. The VMM answers [`Event::Running`] or
+//! The supervisor sends [`Request::Start`] or [`Request::Restore`] first and once. The VMM answers [`Event::Running`] or
 //! [`Event::Refused`]; later come any number of the other events, and [`Event::Stopped`] is the last.
 //! When either side's end closes, the other ends too.
 //!
@@ -15,7 +15,7 @@ mod message;
 mod socket;
 
 pub use message::{
-    BlockStats, Config, Disk, Event, ExitCounts, MAX_CMDLINE, MAX_DISKS, MAX_INITRDS, MAX_LAYERS, MAX_VCPUS,
-    MIN_MEMORY, Mark, Net, NetStats, Request, Stats, StopReason,
+    BlockStats, Config, Disk, Event, ExitCounts, MAX_CMDLINE, MAX_DISKS, MAX_INITRDS, MAX_LAYERS, MAX_MEMORY_FILES,
+    MAX_VCPUS, MIN_MEMORY, Mark, Net, NetStats, Request, Restore, Saved, Stats, StopReason,
 };
 pub use socket::{ControlError, ControlSocket, MAX_DESCRIPTORS, MAX_MESSAGE};

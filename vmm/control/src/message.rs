@@ -14,6 +14,8 @@ pub const MAX_DISKS: usize = 8;
 pub const MAX_LAYERS: usize = 64;
 /// Most initramfs archives, which are loaded back to back.
 pub const MAX_INITRDS: usize = 4;
+/// Most memory images of a saved machine, one over the other.
+pub const MAX_MEMORY_FILES: usize = 4;
 
 /// From the supervisor to the VMM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,8 +26,24 @@ pub enum Request {
     /// then, if `console` is set, the file that the serial console's output goes to; then, if `net` is set, the socket
     /// of messages that its frames go to and come from.
     Start(Config),
+    /// Instead of [`Request::Start`]: build the machine from what [`Request::Save`] wrote, and let it go on.
+    /// Descriptors, in this order: `/dev/kvm`; the state file; each memory image, the oldest first; then disks, console
+    /// and net as for a start. Answered by [`Event::Running`] or [`Event::Refused`].
+    Restore(Restore),
+    /// Stop the vCPUs and let the devices finish what they hold. Answered by [`Event::Paused`]. The guest's clock stands still
+    /// until [`Request::Resume`].
+    Pause,
+    /// Go on. Answered by [`Event::Resumed`]; so is one to a machine that runs. Sent before [`Event::Paused`] came, it calls the
+    /// pause off: both answers come, one after the other.
+    Resume,
+    /// Only while paused: write the machine out. Descriptors, in this order: the state file and the memory file, both
+    /// readable, writable and empty; the VMM's own `/proc/PID/pagemap`, which the supervisor opened; then for each
+    /// disk that is not read-only, the data and the map of its next live layer, fresh from `snapshot::disk::create_layer`.
+    /// Answered by [`Event::Saved`] or [`Event::SaveFailed`]; until then nothing else is. The machine stays paused.
+    Save,
     /// Connect to a vsock port of the guest. One descriptor: a connected stream socket, whose other end
-    /// the supervisor keeps. It is held until the guest's vsock driver is up. A refusal closes it.
+    /// the supervisor keeps. It is held until the guest's vsock driver is up, and while the machine is paused. A refusal
+    /// closes it.
     Connect {
         /// The guest's vsock port.
         port: u32,
@@ -54,6 +72,17 @@ pub struct Config {
     pub console: bool,
     /// The network interface, if there is one.
     pub net: Option<Net>,
+}
+
+/// A saved machine, as the supervisor asks for it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Restore {
+    /// The machine. It has to be what was saved; each disk has one layer more. No kernel is loaded, so the command line is not
+    /// looked at, and no initramfs archive comes with the message whatever `initrds` says.
+    pub config: Config,
+    /// How many memory images come with the message: 1 for a flat one, up to [`MAX_MEMORY_FILES`].
+    pub memory_files: u8,
 }
 
 /// A network interface. Its frames go to the socket that comes with the message, one a message.
@@ -91,6 +120,19 @@ pub enum Event {
         /// Names the thing, the value and the reason.
         error: String,
     },
+    /// The vCPUs stand still, the devices hold nothing, and nothing of the guest's changes until it goes on.
+    Paused,
+    /// The machine goes on.
+    Resumed,
+    /// The machine was written out. Its disks go on in the layers that came with the request; those below them are part of what
+    /// was saved, and never change again. Nothing was synced but the layer below: the supervisor syncs the files.
+    Saved(Saved),
+    /// It was not. The machine is still paused, and whole: its disks are as they were, and neither the files nor the layers that
+    /// came with the request are of any use.
+    SaveFailed {
+        /// Names the thing and the reason.
+        error: String,
+    },
     /// The host's file system is full: writes of this disk wait until there is room.
     DiskFull {
         /// The disk's index.
@@ -110,6 +152,16 @@ pub enum Event {
         /// What it had done.
         stats: Stats,
     },
+}
+
+/// What was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Saved {
+    /// Length of the state file.
+    pub state_bytes: u64,
+    /// Bytes in the memory file that are not a hole. Its length is that of the guest's memory.
+    pub memory_bytes: u64,
 }
 
 /// Why a machine ended.

@@ -120,7 +120,7 @@ impl AsFd for ControlSocket {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{BlockStats, Event, ExitCounts, Mark, NetStats, Request, Stats, StopReason};
+    use crate::{BlockStats, Config, Event, ExitCounts, Mark, NetStats, Request, Restore, Saved, Stats, StopReason};
 
     #[test]
     fn a_message_arrives_with_its_descriptors() {
@@ -146,12 +146,35 @@ mod tests {
         for event in [
             Event::Running,
             Event::Refused { error: "memory".into() },
+            Event::Paused,
+            Event::Resumed,
+            Event::Saved(Saved { state_bytes: 5, memory_bytes: 7 }),
+            Event::SaveFailed { error: "memory".into() },
             Event::DiskFull { disk: 1 },
             Event::Stats(stats.clone()),
             Event::Stopped { reason: StopReason::Reset { by: "acpi".into() }, stats },
         ] {
             a.send(&event, &[]).unwrap();
             assert_eq!(b.receive::<Event>().unwrap().0, event);
+        }
+    }
+
+    #[test]
+    fn every_request_of_a_save_and_restore_survives_the_way() {
+        let (a, b) = ControlSocket::pair().unwrap();
+        let config = Config {
+            vcpus: 4,
+            memory: 1 << 30,
+            cmdline: String::new(),
+            initrds: 0,
+            disks: Vec::new(),
+            console: true,
+            net: None,
+        };
+        let restore = Request::Restore(Restore { config, memory_files: 1 });
+        for request in [Request::Pause, Request::Save, Request::Resume, restore] {
+            a.send(&request, &[]).unwrap();
+            assert_eq!(b.receive::<Request>().unwrap().0, request);
         }
     }
 
