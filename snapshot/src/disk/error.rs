@@ -96,6 +96,16 @@ pub enum DiskError {
         /// The size of the layer below.
         below: u64,
     },
+    /// A layer for a disk in use has another size than that.
+    #[error("layer {layer} has {size} bytes, not the {below} bytes of the disk in use that it is to go on top of")]
+    Resizes {
+        /// The new layer.
+        layer: usize,
+        /// Its size in bytes.
+        size: u64,
+        /// The disk's.
+        below: u64,
+    },
     /// The files of a layer are not what they should be.
     #[error("layer {layer}: {source}")]
     Layer {

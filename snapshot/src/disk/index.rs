@@ -135,6 +135,29 @@ impl Index {
         }
     }
 
+    /// A table for the same blocks in which `live` is the number of a new layer, all absent, over those that there were. Every
+    /// change was taken.
+    pub(super) fn below_a_new_layer(&self, live: u8) -> Self {
+        let below = |cell: u8| match cell & SOURCE {
+            0 | NEW_ZERO => 0,
+            NEW_DATA => BELOW | self.live,
+            source => BELOW | source,
+        };
+        let slot = |slot: &Slot| Slot {
+            uniform: below(slot.uniform),
+            cells: slot.cells.get().map_or_else(OnceLock::new, |cells| {
+                OnceLock::from(Box::new(
+                    cells.each_ref().map(|cell| AtomicU8::new(below(cell.load(Ordering::Acquire)))),
+                ))
+            }),
+        };
+        Self {
+            live,
+            slots: self.slots.iter().map(slot).collect(),
+            new: self.new.iter().map(|_| AtomicU64::default()).collect(),
+        }
+    }
+
     /// The source of the first of `blocks`, and those from there on that share it. `blocks` is not empty.
     pub(super) fn run(&self, blocks: Range<usize>) -> (u8, Range<usize>) {
         let source = self.source(blocks.start);

@@ -45,10 +45,12 @@ mod layer;
 #[cfg(test)]
 #[allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 mod tests;
+mod top;
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 pub use error::{DiskError, LayerError};
@@ -107,7 +109,7 @@ struct Layer<F> {
 #[derive(Debug)]
 pub struct Disk<F: HostFile = File> {
     /// Bottom first.
-    layers: Vec<Layer<F>>,
+    layers: Vec<Arc<Layer<F>>>,
     index: Index,
     size: u64,
     read_only: bool,
@@ -140,7 +142,7 @@ impl<F: HostFile> Disk<F> {
                 return Err(DiskError::Shrinks { layer, size: own, below: size });
             }
             size = own;
-            open.push(Layer { data, map, len });
+            open.push(Arc::new(Layer { data, map, len }));
         }
         if !read_only && open.last().is_none_or(|top| top.map.is_none()) {
             return Err(DiskError::RawTop);
@@ -293,7 +295,7 @@ impl<F: HostFile> Disk<F> {
             return Err(DiskError::Failed);
         }
         match self.layers.iter().enumerate().next_back() {
-            Some(top) if !self.read_only => Ok(top),
+            Some((number, top)) if !self.read_only => Ok((number, top)),
             _ => Err(DiskError::ReadOnly),
         }
     }

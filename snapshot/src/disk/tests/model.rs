@@ -20,6 +20,8 @@ enum Op {
     Reopen,
     /// The live layer becomes immutable, under a new one that may be larger.
     Stack(usize),
+    /// The same without opening anything again; or it comes to nothing, and the disk goes on as it was.
+    Cut(bool),
 }
 
 fn blocks() -> impl Strategy<Value = Range<usize>> {
@@ -40,6 +42,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => Just(Op::Flush),
         1 => Just(Op::Reopen),
         3 => (0..4usize).prop_map(Op::Stack),
+        3 => any::<bool>().prop_map(Op::Cut),
     ]
 }
 
@@ -50,7 +53,7 @@ fn run<F: HostFile>(
     make: impl Fn() -> F,
     again: impl Fn(&F) -> F,
 ) -> Result<(), TestCaseError> {
-    let all = |files: &[LayerFiles<F>]| {
+    let all = |files: &[LayerFiles<F>]| -> Vec<LayerFiles<F>> {
         files.iter().map(|layer| LayerFiles { data: again(&layer.data), map: layer.map.as_ref().map(&again) }).collect()
     };
     // An image of whole blocks and half a block, holes in it.
@@ -96,7 +99,15 @@ fn run<F: HostFile>(
                 files.push(new_layer(make(), make(), size));
                 disk = Disk::open(all(&files), false).unwrap();
             }
-            Op::Stack(_) => {}
+            Op::Cut(used) if files.len() < MAX_LAYERS => {
+                let layer = new_layer(make(), make(), size);
+                let cut = disk.with_layer(all(std::slice::from_ref(&layer)).pop().unwrap()).unwrap();
+                if used {
+                    files.push(layer);
+                    disk = cut;
+                }
+            }
+            Op::Stack(_) | Op::Cut(_) => {}
         }
     }
     disk.flush().unwrap();

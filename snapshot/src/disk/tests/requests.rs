@@ -3,7 +3,7 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-use super::super::{BLOCK, Bytes, Disk, DiskError, HostFile, LayerFiles};
+use super::super::{BLOCK, Bytes, Disk, DiskError, HostFile, LayerFiles, MAX_LAYERS};
 use super::sim::{Call, Host, SimFile};
 use super::{BLOCKS, Random, clear, new_layer, read, write};
 
@@ -240,4 +240,23 @@ fn the_index_of_a_large_disk_is_small() {
         write(&disk, random.below(1 << 18), [1]).unwrap();
     }
     assert!(disk.index.memory() < (32 + 256) << 10, "{} bytes for a GiB", disk.index.memory());
+}
+
+#[test]
+fn a_layer_that_does_not_fit_the_disk_in_use_is_refused() {
+    let host = Host::new(Vec::new());
+    let layer = |blocks| new_layer(host.add(), host.add(), blocks);
+    let disk = Disk::open(vec![layer(8)], false).unwrap();
+    let refused = |files| disk.with_layer(files).map(drop).unwrap_err();
+    assert!(matches!(refused(layer(9)), DiskError::Resizes { layer: 1, .. }));
+    assert!(matches!(refused(layer(7)), DiskError::Resizes { .. }));
+    assert!(matches!(refused(LayerFiles { data: host.add(), map: None }), DiskError::NoMap { layer: 1 }));
+    assert!(matches!(refused(LayerFiles { data: host.add(), map: Some(host.add()) }), DiskError::Layer { .. }));
+    let image = Disk::open(vec![layer(8)], true).unwrap();
+    assert!(matches!(image.with_layer(layer(8)).unwrap_err(), DiskError::ReadOnly));
+    let mut deep = Disk::open(vec![layer(8)], false).unwrap();
+    for _ in 1..MAX_LAYERS {
+        deep = deep.with_layer(layer(8)).unwrap();
+    }
+    assert!(matches!(deep.with_layer(layer(8)).unwrap_err(), DiskError::LayerCount { count: 65 }));
 }
