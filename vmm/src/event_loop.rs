@@ -13,6 +13,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::confine::{Program, confine};
 use crate::machine::{Console, Machine, VSOCK};
 use crate::mailbox::{Inbox, Mailbox, Message};
+use crate::pause::Pause;
 use crate::serial::{BACKLOG, Serial};
 use crate::vcpu::{self, Handle, Shared};
 use crate::virtio::device::Device;
@@ -26,8 +27,10 @@ const FRAMES: u64 = u64::MAX - 3;
 /// A machine whose vCPUs run.
 #[derive(Debug)]
 pub struct EventLoop {
-    control: ControlSocket,
-    machine: Running,
+    pub(crate) control: ControlSocket,
+    pub(crate) machine: Running,
+    pub(crate) pause: Pause,
+    poll: OwnedFd,
     marks: Vec<Mark>,
     /// vCPUs that wait for the reset of a device.
     resetting: Vec<(usize, Sender<()>)>,
@@ -35,15 +38,17 @@ pub struct EventLoop {
 }
 
 #[derive(Debug)]
-struct Running {
+pub(crate) struct Running {
     // Dropped last: it keeps the eventfds' registrations alive.
-    _vm: Arc<kvm_ioctls::VmFd>,
+    pub(crate) vm: Arc<kvm_ioctls::VmFd>,
     _absorbed: Vec<EventFd>,
-    shared: Arc<Shared>,
-    transports: Vec<Transport>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) transports: Vec<Transport>,
     kicks: Vec<(usize, EventFd)>,
     console: Option<Console>,
-    vcpus: Vec<Handle>,
+    pub(crate) vcpus: Vec<Handle>,
+    /// Whether the guest's time stamp counter does not run at the host's pace.
+    pub(crate) scaled: bool,
     /// The device index of the network interface.
     net: Option<usize>,
 }
@@ -52,70 +57,83 @@ impl EventLoop {
     /// Starts the vCPUs.
     pub fn start(machine: Machine, control: ControlSocket, mailbox: &Mailbox) -> std::io::Result<Self> {
         vcpu::prepare_kicks();
+        let mut transports = machine.transports;
+        // Those of a saved machine are paused; of a fresh one no device has a queue.
+        for transport in &mut transports {
+            transport.device.resume();
+        }
         let mut vcpus = Vec::new();
         for (id, fd) in (0u8..).zip(machine.vcpus) {
             vcpus.push(Handle::start(id, fd, machine.shared.clone(), mailbox.clone())?);
         }
         let machine = Running {
-            _vm: machine.vm,
+            vm: machine.vm,
             _absorbed: machine.absorbed,
             shared: machine.shared,
-            transports: machine.transports,
+            transports,
             kicks: machine.kicks,
             console: machine.console,
             vcpus,
+            scaled: machine.scaled,
             net: machine.net,
         };
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let (marks, resetting) = (Vec::new(), Vec::new());
-        Ok(Self { control, machine, marks, resetting, console_dropped: 0 })
+        Ok(Self { control, machine, pause: Pause::default(), poll, marks, resetting, console_dropped: 0 })
     }
 
     /// Runs until the machine ends, tells the supervisor why, and returns.
     pub fn run(mut self, inbox: Inbox) -> std::io::Result<()> {
-        let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let add =
-            |fd: BorrowedFd<'_>, token| epoll::add(&poll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
-        add(self.control.as_fd(), CONTROL)?;
-        add(as_fd(inbox.wake_fd()), MAILBOX)?;
+            |fd: BorrowedFd<'_>, token, flags| epoll::add(&self.poll, fd, epoll::EventData::new_u64(token), flags);
+        let readable = epoll::EventFlags::IN;
+        add(self.control.as_fd(), CONTROL, readable)?;
+        add(as_fd(inbox.wake_fd()), MAILBOX, readable)?;
         for (token, (_, kick)) in (0u64..).zip(&self.machine.kicks) {
-            add(as_fd(kick), token)?;
+            add(as_fd(kick), token, readable)?;
         }
-        if let Some(Device::Vsock(device)) = self.device(VSOCK) {
-            epoll::add(&poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), epoll::EventFlags::empty())?;
+        let device = |index: usize| self.machine.transports.get(index).map(|transport| &transport.device);
+        if let Some(Device::Vsock(device)) = device(VSOCK) {
+            add(device.epoll_fd(), SOCKETS, epoll::EventFlags::empty())?;
         }
         let net = self.machine.net;
-        if let Some(Device::Net(device)) = net.and_then(|net| self.device(net)) {
-            let changes = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
-            epoll::add(&poll, device.socket(), epoll::EventData::new_u64(FRAMES), changes)?;
+        if let Some(Device::Net(device)) = net.and_then(device) {
+            add(device.socket(), FRAMES, readable | epoll::EventFlags::OUT | epoll::EventFlags::ET)?;
         }
+        // The driver of a restored machine may be up.
+        self.watch_sockets()?;
         // The last thread exists, everything is set up, and nothing of the guest's has been looked at yet.
         rustix::thread::set_name(c"vmm-main")?;
         confine(Program::Main)?;
         let mut events = Vec::with_capacity(64);
         let reason = 'machine: loop {
             events.clear();
-            match epoll::wait(&poll, rustix::buffer::spare_capacity(&mut events), None) {
+            match epoll::wait(&self.poll, rustix::buffer::spare_capacity(&mut events), None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
             for event in &events {
                 let stop = match event.data.u64() {
-                    CONTROL => self.on_control(),
+                    CONTROL => {
+                        let stop = self.on_control();
+                        self.watch_sockets()?;
+                        stop
+                    }
                     MAILBOX => {
                         let stop = self.on_mailbox(&inbox);
-                        self.watch_sockets(&poll)?;
+                        self.watch_sockets()?;
                         stop
                     }
                     SOCKETS => {
-                        self.serve(VSOCK, &poll)?;
+                        self.serve(VSOCK)?;
                         None
                     }
                     FRAMES => {
-                        self.serve(net.unwrap_or(usize::MAX), &poll)?;
+                        self.serve(net.unwrap_or(usize::MAX))?;
                         None
                     }
                     kick => {
-                        self.on_kick(usize::try_from(kick).unwrap_or(usize::MAX), &poll)?;
+                        self.on_kick(usize::try_from(kick).unwrap_or(usize::MAX))?;
                         None
                     }
                 };
@@ -147,15 +165,17 @@ impl EventLoop {
                 let _ = self.control.send(&Event::Stats(self.stats()), &[]);
                 None
             }
-            Ok((
-                Request::Stop
-                | Request::Start(_)
-                | Request::Restore(_)
-                | Request::Pause
-                | Request::Resume
-                | Request::Save,
-                _,
-            )) => Some(StopReason::Asked),
+            Ok((Request::Pause, _)) => {
+                self.begin_pause();
+                None
+            }
+            Ok((Request::Resume, _)) => self.resume(),
+            Ok((Request::Save, _)) => {
+                let why = if self.pause.is_complete() { "this build cannot" } else { "the machine is not paused" };
+                self.tell(&Event::SaveFailed { error: why.into() });
+                None
+            }
+            Ok((Request::Stop | Request::Start(_) | Request::Restore(_), _)) => Some(StopReason::Asked),
             Err(ControlError::TooManyDescriptors) => None,
             Err(_) => Some(StopReason::Asked),
         }
@@ -174,6 +194,16 @@ impl EventLoop {
                 }
                 Message::Mark(mark) => self.marks.push(mark),
                 Message::QueueReleased { device } => self.on_released(device),
+                Message::VcpuPaused { id, vcpu, back } => {
+                    if let Some(stop) = self.on_vcpu_paused(id, vcpu, back) {
+                        return Some(stop);
+                    }
+                }
+                Message::QueuePaused { device, index, queue } => {
+                    if let Some(stop) = self.on_queue_paused(device, index, queue) {
+                        return Some(stop);
+                    }
+                }
                 Message::QueueBroken { device } => self.broken(device),
                 Message::DiskFull { disk, full } => {
                     let event = if full { Event::DiskFull { disk } } else { Event::DiskRoom { disk } };
@@ -208,15 +238,19 @@ impl EventLoop {
         }
     }
 
-    fn on_kick(&mut self, index: usize, poll: &OwnedFd) -> std::io::Result<()> {
+    fn on_kick(&mut self, index: usize) -> std::io::Result<()> {
         let Some((device, kick)) = self.machine.kicks.get(index) else { return Ok(()) };
         let device = *device;
         let _ = kick.read();
-        self.serve(device, poll)
+        self.serve(device)
     }
 
-    /// Has a device of this thread do its work. If the guest broke it, it stands still until its driver resets it.
-    fn serve(&mut self, device: usize, poll: &OwnedFd) -> std::io::Result<()> {
+    /// Has a device of this thread do its work, unless the machine stands still: then its turn comes when that goes on. If the
+    /// guest broke it, it does nothing more until its driver resets it.
+    fn serve(&mut self, device: usize) -> std::io::Result<()> {
+        if self.pause.stands_still() {
+            return Ok(());
+        }
         let broken = match self.device(device) {
             Some(Device::Vsock(sockets)) => sockets.process().is_err(),
             Some(Device::Rng(rng)) => rng.process().is_err(),
@@ -225,16 +259,18 @@ impl EventLoop {
         };
         if broken {
             self.broken(device);
-            self.watch_sockets(poll)?;
+            self.watch_sockets()?;
         }
         Ok(())
     }
 
-    /// Host sockets wait while the guest has no driver for them, or broke the device.
-    fn watch_sockets(&mut self, poll: &OwnedFd) -> std::io::Result<()> {
-        let Some(Device::Vsock(device)) = self.device(VSOCK) else { return Ok(()) };
-        let flags = if device.is_active() { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
-        Ok(epoll::modify(poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), flags)?)
+    /// Host sockets wait while the guest has no driver for them, or broke the device, and while the machine stands still.
+    pub(crate) fn watch_sockets(&self) -> std::io::Result<()> {
+        let transport = self.machine.transports.get(VSOCK);
+        let Some(Device::Vsock(device)) = transport.map(|transport| &transport.device) else { return Ok(()) };
+        let watched = device.is_active() && !self.pause.stands_still();
+        let flags = if watched { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
+        Ok(epoll::modify(&self.poll, device.epoll_fd(), epoll::EventData::new_u64(SOCKETS), flags)?)
     }
 
     /// Passes the console's output on. What its reader does not take at once is dropped and counted: nobody here waits
@@ -273,6 +309,7 @@ impl EventLoop {
         // A vCPU that waits for a register write hears that nobody answers any more.
         self.resetting.clear();
         drop(inbox);
+        self.pause.let_go();
         for vcpu in &self.machine.vcpus {
             vcpu.kick();
         }

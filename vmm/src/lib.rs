@@ -6,6 +6,7 @@
 
 pub mod acpi;
 pub mod boot;
+pub mod clock;
 pub mod confine;
 pub mod cpuid;
 pub mod event_loop;
@@ -14,6 +15,7 @@ pub mod layout;
 pub mod machine;
 pub mod mailbox;
 pub mod memory;
+pub mod pause;
 pub mod serial;
 pub mod vcpu;
 pub mod virtio;

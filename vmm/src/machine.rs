@@ -117,6 +117,8 @@ pub struct Machine {
     pub absorbed: Vec<EventFd>,
     /// The device index of the network interface.
     pub net: Option<usize>,
+    /// Whether the guest's time stamp counter does not run at the host's pace.
+    pub scaled: bool,
 }
 
 /// The device index of the socket device.
@@ -180,7 +182,7 @@ pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> R
         vcpus.push(vcpu);
     }
     let shared = Arc::new(Shared::new(devices, serial, start));
-    Ok(Machine { vm, vcpus, shared, transports, kicks, console, absorbed, net })
+    Ok(Machine { vm, vcpus, shared, transports, kicks, console, absorbed, net, scaled: false })
 }
 
 fn check(config: &Config) -> Result<(), MachineError> {

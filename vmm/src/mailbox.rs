@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
+use kvm_ioctls::VcpuFd;
+use virtio_queue::Queue;
 use vmm_control::{Mark, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -35,6 +37,24 @@ pub enum Message {
     QueueReleased {
         /// Index of the device.
         device: usize,
+    },
+    /// A vCPU left the guest, as it was told to, with nothing pending. It waits until `back` gives it its descriptor again.
+    VcpuPaused {
+        /// Which.
+        id: u8,
+        /// What it runs the guest with.
+        vcpu: VcpuFd,
+        /// The waiting thread.
+        back: Sender<VcpuFd>,
+    },
+    /// A queue's thread gave its queue back for a while, as it was told to.
+    QueuePaused {
+        /// Index of the device.
+        device: usize,
+        /// Which of its queues.
+        index: usize,
+        /// The queue, unless the guest broke it.
+        queue: Option<Box<Queue>>,
     },
     /// The guest broke the ring of a queue: the device needs a reset.
     QueueBroken {

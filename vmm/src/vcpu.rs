@@ -26,6 +26,8 @@ use crate::{boot, cpuid};
 pub struct Shared {
     /// Set once, before the vCPUs are kicked for the last time.
     pub stopping: AtomicBool,
+    /// Set before the vCPUs are kicked to hand their descriptors over, until they get them back.
+    pub pausing: AtomicBool,
     /// Exits to user space.
     pub exits: Exits,
     /// The serial console, if there is one.
@@ -42,6 +44,7 @@ impl Shared {
     pub fn new(virtio_devices: usize, serial: Option<Serial>, start: Instant) -> Self {
         Self {
             stopping: AtomicBool::new(false),
+            pausing: AtomicBool::new(false),
             exits: Exits::default(),
             serial,
             virtio_devices,
@@ -114,7 +117,7 @@ pub struct Handle(JoinHandle<()>);
 impl Handle {
     /// Starts the thread. It runs until the guest or the loop stops the machine.
     pub fn start(id: u8, fd: VcpuFd, shared: Arc<Shared>, mailbox: Mailbox) -> std::io::Result<Self> {
-        let vcpu = Vcpu { shared, mailbox };
+        let vcpu = Vcpu { id, shared, mailbox };
         let thread = std::thread::Builder::new().name(format!("vcpu{id}")).stack_size(256 << 10);
         Ok(Self(thread.spawn(move || vcpu.run(fd))?))
     }
@@ -132,6 +135,7 @@ impl Handle {
 }
 
 struct Vcpu {
+    id: u8,
     shared: Arc<Shared>,
     mailbox: Mailbox,
 }
@@ -147,6 +151,13 @@ impl Vcpu {
         let exits = &self.shared.exits;
         // A kick sets the flag of the next entry, so one that arrives after this check is not lost.
         while !self.shared.stopping.load(Ordering::Acquire) {
+            let pausing = self.shared.pausing.load(Ordering::Acquire);
+            let mut left = false;
+            if pausing {
+                // One more entry, which ends before the guest runs: KVM completes the access that the last exit was for, or
+                // comes out with the rest of it.
+                fd.set_kvm_immediate_exit(1);
+            }
             let stop = match fd.run() {
                 Ok(VcpuExit::IoOut(port, data)) => {
                     count(&exits.port_writes);
@@ -185,6 +196,7 @@ impl Vcpu {
                 Err(error) if error.errno() == libc::EINTR || error.errno() == libc::EAGAIN => {
                     count(&exits.interrupted);
                     fd.set_kvm_immediate_exit(0);
+                    left = pausing;
                     None
                 }
                 Err(error) => Some(StopReason::KvmFailed { error: format!("KVM_RUN: {error}") }),
@@ -193,7 +205,21 @@ impl Vcpu {
                 self.mailbox.send(Message::Stop(reason));
                 return;
             }
+            if left {
+                match self.hand_over(fd) {
+                    Some(back) => fd = back,
+                    None => return,
+                }
+            }
         }
+    }
+
+    /// Lends the event loop the descriptor, so that this thread need not be allowed what only the loop does with it, and waits for
+    /// it to come back. Nothing comes when the loop ends.
+    fn hand_over(&self, vcpu: VcpuFd) -> Option<VcpuFd> {
+        let (back, returned) = channel();
+        self.mailbox.send(Message::VcpuPaused { id: self.id, vcpu, back });
+        returned.recv().ok()
     }
 
     /// The four ways to stop, the mark, the serial console; all else is ignored.

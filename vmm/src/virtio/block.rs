@@ -11,12 +11,12 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use snapshot::disk::{BLOCK, Disk, DiskError};
+use snapshot::disk::{BLOCK, Disk, DiskError, LayerFiles};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
     VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
 };
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vmm_control::{BlockStats, StopReason};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -98,8 +98,11 @@ pub struct Block {
     backing: Backing,
     read_only: bool,
     workers: Vec<Worker>,
-    /// Queues that threads hold, or have not yet given back.
+    /// Queues that the driver set up, and that threads have not let go of for good.
     held: usize,
+    /// Queues that threads have still to give back before the device is paused.
+    awaited: usize,
+    write_through: bool,
 }
 
 #[derive(Debug)]
@@ -107,16 +110,22 @@ struct Worker {
     commands: Sender<Command>,
     kick: EventFd,
     active: bool,
+    /// The queue while the device is paused.
+    parked: Option<Box<Queue>>,
     thread: JoinHandle<()>,
 }
 
 #[derive(Debug)]
 enum Command {
-    /// Serve this queue; with `write_through`, each change is durable when it is done.
+    /// Serve this queue of this disk; with `write_through`, each change is durable when it is done.
     Serve {
         queue: Box<Queue>,
+        disk: Arc<Disk>,
         write_through: bool,
     },
+    /// Give the queue back as it is.
+    Pause,
+    /// Let go of the queue for good.
     Release,
     End,
 }
@@ -125,10 +134,11 @@ impl Block {
     /// Starts a thread for each of `kicks`, which are what the guest's notifications arrive on.
     pub fn new(backing: Backing, read_only: bool, kicks: Vec<EventFd>) -> std::io::Result<Self> {
         let mut workers = Vec::new();
-        for (queue, kick) in kicks.into_iter().enumerate() {
+        for (index, kick) in kicks.into_iter().enumerate() {
             let (commands, inbox) = channel();
             let kick_too = kick.try_clone()?;
             let server = Server {
+                index,
                 backing: backing.clone(),
                 kick: kick_too,
                 inbox,
@@ -137,12 +147,12 @@ impl Block {
                 batch: Batch::new(),
             };
             let thread = std::thread::Builder::new()
-                .name(format!("blk{}.{queue}", backing.index))
+                .name(format!("blk{}.{index}", backing.index))
                 .stack_size(256 << 10)
                 .spawn(move || server.run())?;
-            workers.push(Worker { commands, kick, active: false, thread });
+            workers.push(Worker { commands, kick, active: false, parked: None, thread });
         }
-        Ok(Self { backing, read_only, workers, held: 0 })
+        Ok(Self { backing, read_only, workers, held: 0, awaited: 0, write_through: false })
     }
 
     /// The disk's counters.
@@ -189,15 +199,82 @@ impl Block {
     }
 
     pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, features: u64) -> bool {
+        let accepted = self.adopt(queues, features);
+        self.resume();
+        accepted
+    }
+
+    /// Takes queues as if it were paused.
+    pub(super) fn adopt(&mut self, queues: Vec<Option<Queue>>, features: u64) -> bool {
         // A driver that cannot flush relies on it (virtio 1.2, section 5.2.6.2).
-        let write_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
+        self.write_through = features & 1 << VIRTIO_BLK_F_FLUSH == 0;
         for (worker, queue) in self.workers.iter_mut().zip(queues) {
             if let Some(queue) = queue {
-                worker.active = worker.tell(Command::Serve { queue: Box::new(queue), write_through });
-                self.held = self.held.saturating_add(usize::from(worker.active));
+                worker.parked = Some(Box::new(queue));
+                worker.active = true;
+                self.held = self.held.saturating_add(1);
             }
         }
         self.held > 0
+    }
+
+    /// Has the threads give their queues back, with every request answered that they had begun and the guest told of it.
+    /// Returns whether that is done already.
+    pub(super) fn pause(&mut self) -> bool {
+        for worker in self.workers.iter().filter(|worker| worker.active) {
+            self.awaited = self.awaited.saturating_add(usize::from(worker.tell(Command::Pause)));
+        }
+        self.awaited == 0
+    }
+
+    /// A thread gave its queue back.
+    pub fn paused(&mut self, index: usize, queue: Option<Box<Queue>>) {
+        if let Some(worker) = self.workers.get_mut(index) {
+            worker.parked = queue;
+        }
+        self.awaited = self.awaited.saturating_sub(1);
+    }
+
+    /// Whether a thread has still to give its queue back.
+    pub fn is_pausing(&self) -> bool {
+        self.awaited > 0
+    }
+
+    /// Gives the threads their queues, and has each look into its own.
+    pub(super) fn resume(&mut self) {
+        for worker in &mut self.workers {
+            let Some(queue) = worker.parked.take() else { continue };
+            let disk = self.backing.disk.clone();
+            if !worker.tell(Command::Serve { queue, disk, write_through: self.write_through }) {
+                worker.active = false;
+                self.held = self.held.saturating_sub(1);
+            }
+        }
+    }
+
+    /// The queues as they are while the device is paused.
+    pub(super) fn queues(&self) -> Vec<Option<QueueState>> {
+        self.workers.iter().map(|worker| worker.parked.as_ref().map(|queue| queue.state())).collect()
+    }
+
+    /// Whether the disk takes changes, and so has a live layer.
+    pub fn is_writable(&self) -> bool {
+        !self.read_only
+    }
+
+    /// The disk's size in bytes.
+    pub fn size(&self) -> u64 {
+        self.backing.disk.size()
+    }
+
+    /// The disk with a new live layer, for [`Self::replace_disk`]. Only while paused.
+    pub fn cut(&self, layer: LayerFiles) -> Result<Disk, DiskError> {
+        self.backing.disk.with_layer(layer)
+    }
+
+    /// Goes on with another disk. Only while paused.
+    pub fn replace_disk(&mut self, disk: Disk) {
+        self.backing.disk = Arc::new(disk);
     }
 
     pub(super) fn reset(&mut self) -> Reset {
@@ -241,6 +318,8 @@ impl Worker {
 
 /// One queue's thread.
 struct Server {
+    /// Which queue.
+    index: usize,
     backing: Backing,
     kick: EventFd,
     inbox: Receiver<Command>,
@@ -253,7 +332,7 @@ struct Server {
 enum Pause {
     /// The guest broke the ring.
     Broken,
-    /// The event loop wants the queue, or the thread, back: what was not answered never will be.
+    /// The event loop wants the queue, or the thread, back. The queue is as if what was not answered had not been looked at.
     Told(Command),
 }
 
@@ -271,10 +350,15 @@ impl Server {
             loop {
                 while let Some(command) = told.take().or_else(|| self.inbox.try_recv().ok()) {
                     match command {
-                        Command::Serve { queue, write_through } => {
+                        Command::Serve { queue, disk, write_through } => {
                             self.queue = Some(queue);
+                            self.backing.disk = disk;
                             self.write_through = write_through;
                             self.batch = Batch::new();
+                        }
+                        Command::Pause => {
+                            let (device, queue) = (self.backing.device, self.queue.take());
+                            self.backing.mailbox.send(Message::QueuePaused { device, index: self.index, queue });
                         }
                         Command::Release => {
                             self.queue = None;
@@ -324,7 +408,16 @@ impl Server {
                     self.tell_guest(queue)?;
                     untold = 0;
                 }
-                let length = self.answer(request, queue)?;
+                let length = match self.answer(request, queue) {
+                    Ok(length) => length,
+                    Err(stop) => {
+                        queue.go_to_previous_position();
+                        if untold > 0 {
+                            self.tell_guest(queue)?;
+                        }
+                        return Err(stop);
+                    }
+                };
                 queue.add_used(ram, head, length).map_err(|_| Pause::Broken)?;
                 untold = untold.saturating_add(1);
                 if untold >= batch {

@@ -1,6 +1,6 @@
 //! The devices that there are, and what a transport asks of each.
 
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueState};
 
 use super::block::Block;
 use super::net::Net;
@@ -74,6 +74,43 @@ impl Device {
     /// Give up every queue.
     pub fn reset(&mut self) -> Reset {
         each!(self, device => device.reset())
+    }
+
+    /// Take queues that a saved machine's driver had set up, as if the device were paused: it serves them from
+    /// [`Self::resume`] on. Returns whether it can work with them.
+    pub fn adopt(&mut self, queues: Vec<Option<Queue>>, features: u64) -> bool {
+        match self {
+            Device::Block(block) => block.adopt(queues, features),
+            // They serve when the event loop calls them, which it does not while it is paused.
+            Device::Vsock(device) => device.activate(queues, features),
+            Device::Rng(device) => device.activate(queues, features),
+            Device::Net(device) => device.activate(queues, features),
+        }
+    }
+
+    /// Bring what is under way to its end, and begin nothing new. Returns whether that is done already; else the event loop
+    /// hears of it.
+    pub fn pause(&mut self) -> bool {
+        match self {
+            Device::Block(block) => block.pause(),
+            // Between two calls of the event loop's nothing is under way.
+            Device::Vsock(_) | Device::Rng(_) | Device::Net(_) => true,
+        }
+    }
+
+    /// Serve again. What the guest asked for before may never be told again: each queue is looked at once in any case, and
+    /// the guest is interrupted once in any case, since of an interrupt that was under way nothing may be left.
+    pub fn resume(&mut self) {
+        if self.queues().iter().all(Option::is_none) {
+            return;
+        }
+        each!(self, device => device.resume());
+        self.interrupt();
+    }
+
+    /// The queues that it serves, while it is paused; none for one that the driver did not set up, or broke.
+    pub fn queues(&self) -> Vec<Option<QueueState>> {
+        each!(self, device => device.queues())
     }
 
     /// Raise the device's interrupt.

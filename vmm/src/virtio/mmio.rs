@@ -100,8 +100,27 @@ pub struct TransportState {
     pub driver_features: u64,
     /// The queue that the queue registers speak of.
     pub queue_sel: u32,
-    /// The queues as the driver set them up.
+    /// The queues as the driver set them up, and as far as they were served.
     pub queues: Vec<QueueState>,
+    /// The queues that the device serves: bit n is queue n.
+    pub served: u32,
+}
+
+/// Why a saved transport cannot go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum TransportError {
+    /// Queues of another device.
+    #[error("its queues are not those of this device")]
+    Queues,
+    /// A status that no driver can bring about.
+    #[error("status {0:#x} is none that a driver can bring about")]
+    Status(u32),
+    /// Features that were not offered.
+    #[error("features {0:#x} are not those that this device offers")]
+    Features(u64),
+    /// A queue whose size or place is not sound.
+    #[error("queue {0} is not one that the device could serve")]
+    Queue(usize),
 }
 
 impl TransportState {
@@ -114,6 +133,7 @@ impl TransportState {
             driver_features: 0,
             queue_sel: 0,
             queues: sizes.iter().map(queue).collect(),
+            served: 0,
         }
     }
 }
@@ -176,9 +196,61 @@ impl Transport {
         self.device.interrupt();
     }
 
-    /// What a snapshot keeps of the transport. The device was quiesced before.
+    /// What a snapshot keeps of the transport. The device is paused.
     pub fn save(&self) -> TransportState {
-        self.state.clone()
+        let mut state = self.state.clone();
+        for (index, (known, served)) in (0u32..).zip(state.queues.iter_mut().zip(self.device.queues())) {
+            if let Some(served) = served {
+                *known = served;
+                state.served |= 1u32.checked_shl(index).unwrap_or(0);
+            }
+        }
+        state
+    }
+
+    /// Brings a transport in reset to where a saved one was, its device paused. The state is checked as if a guest had
+    /// written it.
+    pub fn restore(&mut self, mut state: TransportState) -> Result<(), TransportError> {
+        let of_this_device = |(queue, size): (&QueueState, &u16)| queue.max_size == *size && !queue.event_idx_enabled;
+        let sizes = self.device.queue_sizes();
+        if state.queues.len() != sizes.len() || !state.queues.iter().zip(&sizes).all(of_this_device) {
+            return Err(TransportError::Queues);
+        }
+        let step = state.status & !(status::NEEDS_RESET | status::FAILED);
+        let steps =
+            [status::RESET, status::ACKNOWLEDGED, status::DRIVER, status::FEATURES_OK, status::RUNNING].contains(&step);
+        let served = std::mem::take(&mut state.served);
+        if !steps || served != 0 && step != status::RUNNING {
+            return Err(TransportError::Status(state.status));
+        }
+        let accepted = state.driver_features;
+        if step >= status::FEATURES_OK && !self.features_acceptable(accepted) {
+            return Err(TransportError::Features(accepted));
+        }
+        let mut queues = Vec::new();
+        for (index, queue) in state.queues.iter().enumerate() {
+            let is_served =
+                u32::try_from(index).ok().and_then(|n| served.checked_shr(n)).is_some_and(|bits| bits & 1 == 1);
+            let checked = if queue.ready { checked_queue(queue, &self.ram) } else { None };
+            match checked {
+                Some(checked) if is_served => queues.push(Some(checked)),
+                None if is_served => return Err(TransportError::Queue(index)),
+                _ => queues.push(None),
+            }
+        }
+        let beyond = u32::try_from(queues.len()).ok().and_then(|count| served.checked_shr(count));
+        if beyond.is_some_and(|bits| bits != 0) {
+            return Err(TransportError::Queue(queues.len()));
+        }
+        if served != 0 && !self.device.adopt(queues, accepted) {
+            return Err(TransportError::Queues);
+        }
+        self.state = state;
+        self.fill_page();
+        if self.state.status & status::NEEDS_RESET != 0 {
+            self.page.store(INTERRUPT_STATUS, USED | CONFIG_CHANGED);
+        }
+        Ok(())
     }
 
     fn write_status(&mut self, value: u32) -> Written {
@@ -203,7 +275,7 @@ impl Transport {
             }
             _ if value & status::FAILED != 0 => self.state.status |= status::FAILED,
             // Features that we did not offer: the bit stays clear, which tells the driver.
-            status::FEATURES_OK if next == Some(value) && !self.features_acceptable() => {}
+            status::FEATURES_OK if next == Some(value) && !self.features_acceptable(self.state.driver_features) => {}
             status::RUNNING if next == Some(value) => self.activate(),
             _ if next == Some(value) => self.state.status = value,
             _ => {}
@@ -216,8 +288,7 @@ impl Transport {
         self.device.features() | 1 << VIRTIO_F_VERSION_1
     }
 
-    fn features_acceptable(&self) -> bool {
-        let accepted = self.state.driver_features;
+    fn features_acceptable(&self, accepted: u64) -> bool {
         accepted & !self.offered() == 0 && accepted & 1 << VIRTIO_F_VERSION_1 != 0
     }
 

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::GuestMemoryBackend;
 use vmm_control::NetStats;
 use vmm_sys_util::eventfd::EventFd;
@@ -129,8 +129,19 @@ impl Net {
     pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, _: u64) -> bool {
         self.queues = queues.into_iter().collect::<Option<Vec<_>>>().and_then(|queues| queues.try_into().ok());
         // Frames and kicks may have come before.
-        self.again();
+        self.resume();
         self.queues.is_some()
+    }
+
+    pub(super) fn resume(&mut self) {
+        self.again();
+    }
+
+    pub(super) fn queues(&self) -> Vec<Option<QueueState>> {
+        match &self.queues {
+            Some(queues) => queues.iter().map(|queue| Some(queue.state())).collect(),
+            None => vec![None; Self::QUEUES],
+        }
     }
 
     pub(super) fn reset(&mut self) -> Reset {

@@ -2,7 +2,7 @@
 #![deny(clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{Bytes, GuestMemoryBackend};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -51,8 +51,16 @@ impl Rng {
     pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, _: u64) -> bool {
         self.queue = queues.into_iter().next().flatten();
         // A kick may have come before.
-        let _ = self.kick.write(1);
+        self.resume();
         self.queue.is_some()
+    }
+
+    pub(super) fn resume(&mut self) {
+        let _ = self.kick.write(1);
+    }
+
+    pub(super) fn queues(&self) -> Vec<Option<QueueState>> {
+        vec![self.queue.as_ref().map(Queue::state)]
     }
 
     pub(super) fn reset(&mut self) -> Reset {

@@ -3,12 +3,12 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use virtio_queue::Queue;
+use virtio_queue::{Queue, QueueState};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::device::Reset;
 use crate::memory::Ram;
-use crate::vsock::{Error, GUEST_CID, QUEUE_SIZES, Vsock};
+use crate::vsock::{Error, GUEST_CID, QUEUE_SIZES, State, Vsock};
 
 /// The device with the queues that it holds while the driver runs.
 #[derive(Debug)]
@@ -47,10 +47,33 @@ impl VsockDevice {
     pub(super) fn activate(&mut self, queues: Vec<Option<Queue>>, _: u64) -> bool {
         self.queues = queues.into_iter().collect();
         // Kicks may have come before.
+        self.resume();
+        self.queues.is_some()
+    }
+
+    pub(super) fn resume(&mut self) {
         if let Some(kick) = self.kicks.first() {
             let _ = kick.write(1);
         }
-        self.queues.is_some()
+    }
+
+    pub(super) fn queues(&self) -> Vec<Option<QueueState>> {
+        match &self.queues {
+            Some(queues) => queues.iter().map(|queue| Some(queue.state())).collect(),
+            None => vec![None; Self::QUEUES],
+        }
+    }
+
+    /// What is to be kept beside the queues.
+    pub fn save(&self) -> State {
+        self.sockets.save()
+    }
+
+    /// Goes on from there, in place of a device without queues and connections. Host ports start anew all the same.
+    pub fn restore(&mut self, state: State) -> std::io::Result<()> {
+        let next_host_port = self.sockets.save().next_host_port;
+        self.sockets = Vsock::restore(GUEST_CID, State { next_host_port, ..state })?;
+        Ok(())
     }
 
     pub(super) fn reset(&mut self) -> Reset {
