@@ -68,6 +68,7 @@ impl Tables {
         if self.serial {
             devices.extend(serial_device());
         }
+        devices.extend(generation_devices());
         let mut body = aml::scope(b"\\_SB_", &devices);
         // Sleep type 5 is the only one there is; four elements, because some kernels insist.
         body.extend(aml::name(b"_S5_", &aml::package(&[aml::byte(5), aml::byte(0), aml::byte(0), aml::byte(0)])));
@@ -88,6 +89,24 @@ fn virtio_device(n: u64, gsi: u32) -> Vec<u8> {
     body.extend(aml::name(b"_CCA", &aml::one()));
     body.extend(aml::name(b"_CRS", &aml::resources(&resources)));
     aml::device(&name, &body)
+}
+
+/// The generation id, and the device whose interrupt tells of a new one (ACPI 6.5, section 5.6.9). Linux before 6.10 knows the
+/// first by exactly these names.
+fn generation_devices() -> Vec<u8> {
+    let gsi = layout::GENERATION_GSI as u8;
+    let address = [layout::GENERATION_ID as u32, (layout::GENERATION_ID >> 32) as u32];
+    let mut body = aml::name(b"_HID", &aml::string("VMGENCTR"));
+    body.extend(aml::name(b"_CID", &aml::string("VM_Gen_Counter")));
+    body.extend(aml::name(b"_DDN", &aml::string("VM_Gen_Counter")));
+    body.extend(aml::name(b"ADDR", &aml::package(&address.map(aml::dword))));
+    let mut devices = aml::device(b"VGEN", &body);
+    let mut body = aml::name(b"_HID", &aml::string("ACPI0013"));
+    body.extend(aml::name(b"_UID", &aml::byte(0)));
+    body.extend(aml::name(b"_CRS", &aml::resources(&interrupt(gsi.into()))));
+    body.extend(aml::method_of_one(b"_EVT", &aml::if_argument_is(gsi, &aml::notify(b"VGEN", 0x80))));
+    devices.extend(aml::device(b"GED_", &body));
+    devices
 }
 
 fn serial_device() -> Vec<u8> {
@@ -202,6 +221,20 @@ mod aml {
         sized(&[0x12], &[vec![elements.len() as u8], elements.concat()].concat())
     }
 
+    /// A method of one argument that no two run at once.
+    pub(super) fn method_of_one(name: &[u8; 4], body: &[u8]) -> Vec<u8> {
+        sized(&[0x14], &[name.as_slice(), &[1 | 1 << 3], body].concat())
+    }
+
+    /// `If (Arg0 == value) { body }`.
+    pub(super) fn if_argument_is(value: u8, body: &[u8]) -> Vec<u8> {
+        sized(&[0xa0], &[&[0x93, 0x68], byte(value).as_slice(), body].concat())
+    }
+
+    pub(super) fn notify(device: &[u8; 4], value: u8) -> Vec<u8> {
+        [&[0x86], device.as_slice(), &byte(value)].concat()
+    }
+
     /// A buffer of resource descriptors with its end tag (a checksum of 0 is "not checked").
     pub(super) fn resources(descriptors: &[u8]) -> Vec<u8> {
         let content = [descriptors, &[0x79, 0]].concat();
@@ -283,6 +316,13 @@ mod tests {
             "EisaId (\"PNP0501\")",
             "0x03F8,",
             "Name (_S5, Package (0x04)",
+            "\"VM_Gen_Counter\"",
+            "0x0009FC00,",
+            "\"ACPI0013\"",
+            "0x00000017,",
+            "Method (_EVT, 1, Serialized)",
+            "If ((Arg0 == 0x17))",
+            "Notify (VGEN, 0x80)",
         ] {
             assert!(text.contains(expected), "no {expected} in:\n{text}");
         }

@@ -11,7 +11,7 @@ use vmm_control::{ControlError, ControlSocket, Event, Mark, Request, Stats, Stop
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::confine::{Program, confine};
-use crate::machine::{Console, Machine, VSOCK};
+use crate::machine::{Console, Machine, MadeOf, VSOCK};
 use crate::mailbox::{Inbox, Mailbox, Message};
 use crate::pause::Pause;
 use crate::serial::{BACKLOG, Serial};
@@ -47,8 +47,7 @@ pub(crate) struct Running {
     kicks: Vec<(usize, EventFd)>,
     console: Option<Console>,
     pub(crate) vcpus: Vec<Handle>,
-    /// Whether the guest's time stamp counter does not run at the host's pace.
-    pub(crate) scaled: bool,
+    pub(crate) made_of: MadeOf,
     /// The device index of the network interface.
     net: Option<usize>,
 }
@@ -74,7 +73,7 @@ impl EventLoop {
             kicks: machine.kicks,
             console: machine.console,
             vcpus,
-            scaled: machine.scaled,
+            made_of: machine.made_of,
             net: machine.net,
         };
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -170,9 +169,12 @@ impl EventLoop {
                 None
             }
             Ok((Request::Resume, _)) => self.resume(),
-            Ok((Request::Save, _)) => {
-                let why = if self.pause.is_complete() { "this build cannot" } else { "the machine is not paused" };
-                self.tell(&Event::SaveFailed { error: why.into() });
+            Ok((Request::Save, descriptors)) => {
+                let event = match self.save(descriptors) {
+                    Ok(saved) => Event::Saved(saved),
+                    Err(error) => Event::SaveFailed { error: error.to_string() },
+                };
+                self.tell(&event);
                 None
             }
             Ok((Request::Stop | Request::Start(_) | Request::Restore(_), _)) => Some(StopReason::Asked),

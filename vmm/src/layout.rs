@@ -16,6 +16,8 @@ pub const MEMORY_MAP: u64 = 0x7000;
 pub const CMDLINE: u64 = 0x2_0000;
 /// End of conventional memory: from here to 1 MiB the map says "reserved".
 pub const CONVENTIONAL_END: u64 = 0x9_fc00;
+/// The generation id, 16 bytes: the first of what the map says is reserved.
+pub const GENERATION_ID: u64 = CONVENTIONAL_END;
 /// ACPI's RSDP, where firmware-less kernels scan for it; the other tables follow.
 pub const RSDP: u64 = 0xe_0000;
 /// The 1 MiB line, where high memory begins.
@@ -42,6 +44,8 @@ pub const TSS: usize = 0xfffb_d000;
 pub const VIRTIO_GSI: u32 = 5;
 /// Most virtio devices: the I/O APIC has 24 pins, and pin 23 is kept for the VM generation id.
 pub const MAX_VIRTIO_DEVICES: usize = 18;
+/// Interrupt that tells of a new generation id.
+pub const GENERATION_GSI: u32 = 23;
 /// Interrupt of the first serial port.
 pub const SERIAL_GSI: u32 = 4;
 

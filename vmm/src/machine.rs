@@ -6,26 +6,27 @@ use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
-use kvm_bindings::{KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, kvm_userspace_memory_region};
-use kvm_ioctls::{Cap, IoEventAddress, Kvm, NoDatamatch, VcpuFd, VmFd};
-use snapshot::disk::{Disk, DiskError, LayerFiles};
+use kvm_bindings::{
+    KVM_API_VERSION, KVM_MAX_CPUID_ENTRIES, KVM_MEM_READONLY, kvm_cpuid_entry2, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
+use snapshot::disk::{DiskError, LayerFiles};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, MmapRegion};
 use vmm_control::{Config, MAX_CMDLINE, MAX_DISKS, MAX_INITRDS, MAX_LAYERS, MAX_VCPUS, MIN_MEMORY};
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::interrupt::Pin;
 use crate::mailbox::Mailbox;
-use crate::memory::{self, MemoryError, Ram};
+use crate::memory::{self, Memory, MemoryError, Ram};
 use crate::serial::Serial;
+use crate::state::host::HostError;
+use crate::state::vcpu::{CallError, msrs_to_save};
+use crate::state::{Facts, StateError};
 use crate::vcpu::{self, Shared};
-use crate::virtio::block::{Backing, Block, Counters};
 use crate::virtio::device::Device;
-use crate::virtio::mmio::{INTERRUPT_ACK, QUEUE_NOTIFY, RegisterPage, Transport};
-use crate::virtio::net::Net;
+use crate::virtio::mmio::{Transport, TransportError};
 use crate::virtio::request::ID_LENGTH;
-use crate::virtio::rng::Rng;
-use crate::virtio::vsock::VsockDevice;
-use crate::{acpi, boot, layout};
+use crate::wiring::Wiring;
+use crate::{acpi, boot, cpuid, generation, layout};
 
 /// Most request queues of a disk.
 const MAX_QUEUES: u8 = 8;
@@ -44,7 +45,7 @@ pub enum MachineError {
         limit: String,
     },
     /// Descriptors and configuration do not match.
-    #[error("start request: {0}")]
+    #[error("request: {0}")]
     Descriptors(&'static str),
     /// KVM cannot do what we need.
     #[error("KVM: this host's kernel lacks {0}; Linux 5.10 or later on hardware with virtualisation has it")]
@@ -71,6 +72,28 @@ pub enum MachineError {
         /// Why.
         error: DiskError,
     },
+    /// The state file of a saved machine.
+    #[error("state file: {0}")]
+    State(#[from] StateError),
+    /// This host cannot go on with a saved machine.
+    #[error("the saved machine cannot go on here: {0}")]
+    Host(#[from] HostError),
+    /// KVM refused a saved vCPU.
+    #[error("the saved machine cannot go on here: vCPU {vcpu}: {error}")]
+    Vcpu {
+        /// Which.
+        vcpu: usize,
+        /// What it refused.
+        error: CallError,
+    },
+    /// A device cannot go on from what was saved.
+    #[error("state file: device {index}: {error}")]
+    Device {
+        /// Which.
+        index: usize,
+        /// Why.
+        error: TransportError,
+    },
     /// A descriptor or a thread.
     #[error("{what}: {error}")]
     Io {
@@ -81,11 +104,11 @@ pub enum MachineError {
     },
 }
 
-fn kvm<T>(what: &'static str, result: Result<T, kvm_ioctls::Error>) -> Result<T, MachineError> {
+pub(crate) fn kvm<T>(what: &'static str, result: Result<T, kvm_ioctls::Error>) -> Result<T, MachineError> {
     result.map_err(|error| MachineError::Kvm { what, error })
 }
 
-fn io<T>(what: &'static str, result: std::io::Result<T>) -> Result<T, MachineError> {
+pub(crate) fn io<T>(what: &'static str, result: std::io::Result<T>) -> Result<T, MachineError> {
     result.map_err(|error| MachineError::Io { what, error })
 }
 
@@ -117,6 +140,21 @@ pub struct Machine {
     pub absorbed: Vec<EventFd>,
     /// The device index of the network interface.
     pub net: Option<usize>,
+    /// What a save needs to know.
+    pub made_of: MadeOf,
+}
+
+/// What a save needs to know of a machine, and what never changes while it runs.
+#[derive(Debug)]
+pub struct MadeOf {
+    /// What it is.
+    pub facts: Facts,
+    /// Its memory.
+    pub memory: Memory,
+    /// What each vCPU was told of its processor.
+    pub cpuid: Vec<Vec<kvm_cpuid_entry2>>,
+    /// The model-specific registers that a save keeps.
+    pub msrs: Vec<u32>,
     /// Whether the guest's time stamp counter does not run at the host's pace.
     pub scaled: bool,
 }
@@ -132,60 +170,121 @@ pub const FIRST_DISK: usize = 2;
 pub fn build(config: &Config, descriptors: Vec<OwnedFd>, mailbox: &Mailbox) -> Result<Machine, MachineError> {
     let start = Instant::now();
     check(config)?;
-    let mut parts = Parts::take(config, descriptors)?;
-    let (kvm_fd, vm) = create_vm(parts.kvm)?;
-    let vm = Arc::new(vm);
-    let ram = memory::guest_ram(config.memory)?;
-    let devices = FIRST_DISK.saturating_add(config.disks.len()).saturating_add(usize::from(config.net.is_some()));
-    let pages = Arc::new(memory::device_pages(devices.saturating_mul(layout::VIRTIO_PAGE))?);
-    map_memory(&vm, &ram, &pages)?;
-
-    let entry = boot::load(
-        &ram,
-        config.memory,
-        &mut parts.kernel,
-        &mut parts.initrds,
-        &config.cmdline,
-        acpi::Tables { vcpus: config.vcpus, virtio_devices: devices, serial: config.console },
-    )?;
-
-    let mut wiring =
-        Wiring { vm: &vm, ram: &ram, pages: &pages, transports: Vec::new(), kicks: Vec::new(), absorbed: Vec::new() };
-    wiring.absorb_ports()?;
-    wiring.add_vsock()?;
-    wiring.add_rng()?;
-    for (index, (disk, layers)) in config.disks.iter().zip(parts.disks).enumerate() {
-        wiring.add_disk(index, disk, layers, mailbox)?;
-    }
-    let net = config.net.zip(parts.frames).map(|(net, frames)| wiring.add_net(net.mac, frames)).transpose()?;
-    let Wiring { transports, kicks, absorbed, .. } = wiring;
-
-    let (serial, console) = match parts.console {
-        Some(file) => {
-            // A pipe whose reader is stuck must not stop the event loop.
-            let nonblocking = rustix::fs::fcntl_getfl(&file)
-                .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK));
-            io("console file", nonblocking.map_err(std::io::Error::from))?;
-            let interrupt = io("console interrupt", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
-            kvm("KVM_IRQFD of the console", vm.register_irqfd(&interrupt, layout::SERIAL_GSI))?;
-            let (serial, bytes) = Serial::new(interrupt);
-            (Some(serial), Some(Console { bytes, file }))
-        }
-        None => (None, None),
-    };
+    let mut descriptors = Descriptors(descriptors.into_iter());
+    let kvm_fd = descriptors.next()?;
+    let mut kernel = File::from(descriptors.next()?);
+    let mut initrds = descriptors.files(config.initrds)?;
+    let parts = Parts::take(config, descriptors)?;
+    let (kvm_fd, vm) = create_vm(kvm_fd)?;
+    let board = Board::assemble(config, Arc::new(vm), memory::fresh(config.memory)?, parts, mailbox)?;
+    let tables = acpi::Tables { vcpus: config.vcpus, virtio_devices: board.transports.len(), serial: config.console };
+    let entry = boot::load(&board.memory.ram, config.memory, &mut kernel, &mut initrds, &config.cmdline, tables)?;
+    io("generation id", generation::renew(&board.memory.ram))?;
 
     let supported = kvm("KVM_GET_SUPPORTED_CPUID", kvm_fd.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES))?;
-    let mut vcpus = Vec::new();
+    let (mut vcpus, mut tables) = (Vec::new(), Vec::new());
     for id in 0..config.vcpus {
-        let vcpu = kvm("KVM_CREATE_VCPU", vm.create_vcpu(u64::from(id)))?;
-        kvm("vCPU registers", vcpu::configure(&vcpu, supported.as_slice(), id, config.vcpus, entry))?;
+        let vcpu = kvm("KVM_CREATE_VCPU", board.vm.create_vcpu(u64::from(id)))?;
+        let table = cpuid::for_vcpu(supported.as_slice(), id, config.vcpus);
+        kvm("vCPU registers", vcpu::configure(&vcpu, &table, id, entry))?;
         vcpus.push(vcpu);
+        tables.push(table);
     }
-    let shared = Arc::new(Shared::new(devices, serial, start));
-    Ok(Machine { vm, vcpus, shared, transports, kicks, console, absorbed, net, scaled: false })
+    let msrs = msrs_to_save(kvm("KVM_GET_MSR_INDEX_LIST", kvm_fd.get_msr_index_list())?.as_slice());
+    Ok(board.finish(config, start, Processors { vcpus, tables, msrs, scaled: false }))
 }
 
-fn check(config: &Config) -> Result<(), MachineError> {
+/// The vCPUs of a machine, and what a save has to know of them.
+pub(crate) struct Processors {
+    pub(crate) vcpus: Vec<VcpuFd>,
+    pub(crate) tables: Vec<Vec<kvm_cpuid_entry2>>,
+    pub(crate) msrs: Vec<u32>,
+    pub(crate) scaled: bool,
+}
+
+/// A machine without vCPUs.
+pub(crate) struct Board {
+    pub(crate) vm: Arc<VmFd>,
+    pub(crate) memory: Memory,
+    pub(crate) transports: Vec<Transport>,
+    pub(crate) serial: Option<Serial>,
+    kicks: Vec<(usize, EventFd)>,
+    absorbed: Vec<EventFd>,
+    console: Option<Console>,
+    net: Option<usize>,
+}
+
+impl Board {
+    pub(crate) fn assemble(
+        config: &Config,
+        vm: Arc<VmFd>,
+        memory: Memory,
+        parts: Parts,
+        mailbox: &Mailbox,
+    ) -> Result<Self, MachineError> {
+        let devices = FIRST_DISK.saturating_add(config.disks.len()).saturating_add(usize::from(config.net.is_some()));
+        let pages = Arc::new(memory::device_pages(devices.saturating_mul(layout::VIRTIO_PAGE))?);
+        map_memory(&vm, &memory.ram, &pages)?;
+        let mut wiring = Wiring {
+            vm: &vm,
+            ram: &memory.ram,
+            pages: &pages,
+            transports: Vec::new(),
+            kicks: Vec::new(),
+            absorbed: Vec::new(),
+        };
+        wiring.absorb_ports()?;
+        wiring.add_vsock()?;
+        wiring.add_rng()?;
+        for (index, (disk, layers)) in config.disks.iter().zip(parts.disks).enumerate() {
+            wiring.add_disk(index, disk, layers, mailbox)?;
+        }
+        let net = config.net.zip(parts.frames).map(|(net, frames)| wiring.add_net(net.mac, frames)).transpose()?;
+        let Wiring { transports, kicks, absorbed, .. } = wiring;
+        let (serial, console) = match parts.console {
+            Some(file) => {
+                // A pipe whose reader is stuck must not stop the event loop.
+                let nonblocking = rustix::fs::fcntl_getfl(&file)
+                    .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK));
+                io("console file", nonblocking.map_err(std::io::Error::from))?;
+                let interrupt = io("console interrupt", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
+                kvm("KVM_IRQFD of the console", vm.register_irqfd(&interrupt, layout::SERIAL_GSI))?;
+                let (serial, bytes) = Serial::new(interrupt);
+                (Some(serial), Some(Console { bytes, file }))
+            }
+            None => (None, None),
+        };
+        Ok(Self { vm, memory, transports, serial, kicks, absorbed, console, net })
+    }
+
+    /// What the machine is.
+    pub(crate) fn facts(&self, config: &Config) -> Facts {
+        let size = |transport: &Transport| match &transport.device {
+            Device::Block(block) => Some(block.size()),
+            _ => None,
+        };
+        Facts::of(config, &self.transports.iter().filter_map(size).collect::<Vec<_>>())
+    }
+
+    pub(crate) fn finish(self, config: &Config, start: Instant, processors: Processors) -> Machine {
+        let facts = self.facts(config);
+        let Processors { vcpus, tables: cpuid, msrs, scaled } = processors;
+        let shared = Arc::new(Shared::new(self.transports.len(), self.serial, start));
+        Machine {
+            vm: self.vm,
+            vcpus,
+            shared,
+            transports: self.transports,
+            kicks: self.kicks,
+            console: self.console,
+            absorbed: self.absorbed,
+            net: self.net,
+            made_of: MadeOf { facts, memory: self.memory, cpuid, msrs, scaled },
+        }
+    }
+}
+
+pub(crate) fn check(config: &Config) -> Result<(), MachineError> {
     let out = |thing, value: String, limit: String| Err(MachineError::Config { thing, value, limit });
     if !(1..=MAX_VCPUS).contains(&config.vcpus) {
         return out("cpus", config.vcpus.to_string(), format!("1 to {MAX_VCPUS}"));
@@ -218,43 +317,50 @@ fn check(config: &Config) -> Result<(), MachineError> {
     Ok(())
 }
 
-/// The descriptors of a start request, each in its place.
-struct Parts {
-    kvm: OwnedFd,
-    kernel: File,
-    initrds: Vec<File>,
+/// The descriptors of a request, in their order.
+pub(crate) struct Descriptors(pub(crate) std::vec::IntoIter<OwnedFd>);
+
+impl Descriptors {
+    pub(crate) fn next(&mut self) -> Result<OwnedFd, MachineError> {
+        self.0.next().ok_or(MachineError::Descriptors("fewer descriptors than parts"))
+    }
+
+    pub(crate) fn files(&mut self, count: u8) -> Result<Vec<File>, MachineError> {
+        (0..count).map(|_| self.next().map(File::from)).collect()
+    }
+}
+
+/// What every machine is made of, each descriptor in its place.
+pub(crate) struct Parts {
     disks: Vec<Vec<LayerFiles>>,
     console: Option<File>,
     frames: Option<OwnedFd>,
 }
 
 impl Parts {
-    fn take(config: &Config, descriptors: Vec<OwnedFd>) -> Result<Self, MachineError> {
-        let mut descriptors = descriptors.into_iter();
-        let mut next = || descriptors.next().ok_or(MachineError::Descriptors("fewer descriptors than parts"));
-        let kvm = next()?;
-        let kernel = File::from(next()?);
-        let initrds = (0..config.initrds).map(|_| next().map(File::from)).collect::<Result<_, _>>()?;
+    /// Takes all that are left.
+    pub(crate) fn take(config: &Config, mut descriptors: Descriptors) -> Result<Self, MachineError> {
         let mut disks = Vec::new();
         for disk in &config.disks {
             let mut layers = Vec::new();
             for layer in 0..disk.layers {
-                let data = File::from(next()?);
-                let map = if layer == 0 && disk.raw_base { None } else { Some(File::from(next()?)) };
+                let data = File::from(descriptors.next()?);
+                let raw = layer == 0 && disk.raw_base;
+                let map = if raw { None } else { Some(File::from(descriptors.next()?)) };
                 layers.push(LayerFiles { data, map });
             }
             disks.push(layers);
         }
-        let console = if config.console { Some(File::from(next()?)) } else { None };
-        let frames = if config.net.is_some() { Some(next()?) } else { None };
-        if descriptors.next().is_some() {
+        let console = if config.console { Some(File::from(descriptors.next()?)) } else { None };
+        let frames = if config.net.is_some() { Some(descriptors.next()?) } else { None };
+        if descriptors.next().is_ok() {
             return Err(MachineError::Descriptors("more descriptors than parts"));
         }
-        Ok(Self { kvm, kernel, initrds, disks, console, frames })
+        Ok(Self { disks, console, frames })
     }
 }
 
-fn create_vm(fd: OwnedFd) -> Result<(Kvm, VmFd), MachineError> {
+pub(crate) fn create_vm(fd: OwnedFd) -> Result<(Kvm, VmFd), MachineError> {
     // SAFETY: the descriptor is owned and given up here. If it is not KVM's, each call on it fails.
     let kvm_fd = unsafe { <Kvm as std::os::fd::FromRawFd>::from_raw_fd(fd.into_raw_fd()) };
     if u32::try_from(kvm_fd.get_api_version()) != Ok(KVM_API_VERSION) {
@@ -299,126 +405,4 @@ fn map_memory(vm: &VmFd, ram: &Ram, pages: &MmapRegion<()>) -> Result<(), Machin
         map(region.start_addr().0, region.len(), region.as_ptr(), 0)?;
     }
     map(layout::VIRTIO_BASE, pages.size() as u64, pages.as_ptr(), KVM_MEM_READONLY)
-}
-
-/// Puts devices into the machine: register page, interrupt, kicks.
-struct Wiring<'a> {
-    vm: &'a Arc<VmFd>,
-    ram: &'a Ram,
-    pages: &'a Arc<MmapRegion<()>>,
-    transports: Vec<Transport>,
-    kicks: Vec<(usize, EventFd)>,
-    absorbed: Vec<EventFd>,
-}
-
-impl Wiring<'_> {
-    /// Lets KVM itself take writes to ports that every kernel tries and where nothing is: no exit to user space.
-    fn absorb_ports(&mut self) -> Result<(), MachineError> {
-        for port in [layout::CMOS_INDEX_PORT, layout::CMOS_DATA_PORT, layout::PCI_INDEX_PORT] {
-            self.absorb(IoEventAddress::Pio(u64::from(port)))?;
-        }
-        Ok(())
-    }
-
-    fn absorb(&mut self, address: IoEventAddress) -> Result<(), MachineError> {
-        let unread = io("eventfd", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
-        kvm("KVM_IOEVENTFD", self.vm.register_ioevent(&unread, &address, NoDatamatch))?;
-        self.absorbed.push(unread);
-        Ok(())
-    }
-
-    fn add_vsock(&mut self) -> Result<(), MachineError> {
-        let interrupt = self.interrupt()?;
-        let kicks = self.loop_kicks(VsockDevice::QUEUES)?;
-        let device = io("vsock device", VsockDevice::new(self.ram.clone(), interrupt, kicks))?;
-        self.add(Device::Vsock(device))
-    }
-
-    fn add_rng(&mut self) -> Result<(), MachineError> {
-        let interrupt = self.interrupt()?;
-        let mut kicks = self.loop_kicks(1)?;
-        let kick = kicks.pop().ok_or(MachineError::Descriptors("no kick"))?;
-        self.add(Device::Rng(Rng::new(self.ram.clone(), interrupt, kick)))
-    }
-
-    fn add_disk(
-        &mut self,
-        index: usize,
-        config: &vmm_control::Disk,
-        layers: Vec<LayerFiles>,
-        mailbox: &Mailbox,
-    ) -> Result<(), MachineError> {
-        let disk = Disk::open(layers, config.read_only).map_err(|error| MachineError::Disk { index, error })?;
-        let mut id = [0; ID_LENGTH];
-        for (to, from) in id.iter_mut().zip(config.serial.bytes()) {
-            *to = from;
-        }
-        let backing = Backing {
-            disk: Arc::new(disk),
-            device: self.transports.len(),
-            index: u8::try_from(index).unwrap_or(u8::MAX),
-            id,
-            ram: self.ram.clone(),
-            interrupt: Arc::new(Pin::new(self.vm.clone(), self.gsi())),
-            mailbox: mailbox.clone(),
-            counters: Arc::new(Counters::default()),
-        };
-        let kicks = self.kicks(usize::from(config.queues), 0)?;
-        let block = io("disk thread", Block::new(backing, config.read_only, kicks))?;
-        self.add(Device::Block(block))
-    }
-
-    fn add_net(&mut self, mac: [u8; 6], frames: OwnedFd) -> Result<usize, MachineError> {
-        let index = self.transports.len();
-        let interrupt = self.interrupt()?;
-        let kicks = self.loop_kicks(Net::QUEUES)?;
-        self.add(Device::Net(Net::new(self.ram.clone(), interrupt, kicks, mac, frames)))?;
-        Ok(index)
-    }
-
-    fn add(&mut self, device: Device) -> Result<(), MachineError> {
-        let index = self.transports.len();
-        self.absorb(IoEventAddress::Mmio(self.window().saturating_add(INTERRUPT_ACK)))?;
-        let page = RegisterPage::new(self.pages.clone(), index);
-        self.transports.push(Transport::new(device, page, self.ram.clone()));
-        Ok(())
-    }
-
-    /// The window of the device that is being added.
-    fn window(&self) -> u64 {
-        (self.transports.len() as u64).saturating_mul(layout::VIRTIO_WINDOW).saturating_add(layout::VIRTIO_BASE)
-    }
-
-    /// The pin of the device that is being added.
-    fn gsi(&self) -> u32 {
-        layout::VIRTIO_GSI.saturating_add(u32::try_from(self.transports.len()).unwrap_or(u32::MAX))
-    }
-
-    fn interrupt(&self) -> Result<EventFd, MachineError> {
-        let interrupt = io("eventfd", EventFd::new(libc::EFD_NONBLOCK | libc::EFD_CLOEXEC))?;
-        kvm("KVM_IRQFD", self.vm.register_irqfd(&interrupt, self.gsi()))?;
-        Ok(interrupt)
-    }
-
-    /// One eventfd for each queue, which KVM writes when the guest kicks it.
-    fn kicks(&self, queues: usize, flags: i32) -> Result<Vec<EventFd>, MachineError> {
-        let address = IoEventAddress::Mmio(self.window().saturating_add(QUEUE_NOTIFY));
-        let mut kicks = Vec::new();
-        for queue in 0..queues {
-            let kick = io("eventfd", EventFd::new(libc::EFD_CLOEXEC | flags))?;
-            let number = u32::try_from(queue).unwrap_or(u32::MAX);
-            kvm("KVM_IOEVENTFD", self.vm.register_ioevent(&kick, &address, number))?;
-            kicks.push(kick);
-        }
-        Ok(kicks)
-    }
-
-    /// Kicks that the event loop waits for as well.
-    fn loop_kicks(&mut self, queues: usize) -> Result<Vec<EventFd>, MachineError> {
-        let kicks = self.kicks(queues, libc::EFD_NONBLOCK)?;
-        for kick in &kicks {
-            self.kicks.push((self.transports.len(), io("eventfd", kick.try_clone())?));
-        }
-        Ok(kicks)
-    }
 }

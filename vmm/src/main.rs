@@ -10,6 +10,7 @@ use vmm::confine::{Program, confine};
 use vmm::event_loop::EventLoop;
 use vmm::machine;
 use vmm::mailbox::mailbox;
+use vmm::restore;
 use vmm_control::{ControlSocket, Event, Request};
 
 /// Where the supervisor put the control socket.
@@ -37,12 +38,14 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     // SAFETY: nothing else in this process has opened or taken descriptor 3. If it is not open, or not a socket, the
     // first call on it fails.
     let control = ControlSocket::from_fd(unsafe { OwnedFd::from_raw_fd(CONTROL_FD) });
-    let (Request::Start(config), descriptors) = control.receive()? else {
-        return Err("control socket: the first message is not a start request".into());
-    };
+    let (request, descriptors) = control.receive()?;
     let (sender, inbox) = mailbox()?;
-    let started = machine::build(&config, descriptors, &sender);
-    let machine = match started {
+    let built = match request {
+        Request::Start(config) => machine::build(&config, descriptors, &sender),
+        Request::Restore(restore) => restore::build(&restore, descriptors, &sender),
+        _ => return Err("control socket: the first message is neither a start nor a restore request".into()),
+    };
+    let machine = match built {
         Ok(machine) => machine,
         Err(error) => {
             control.send(&Event::Refused { error: error.to_string() }, &[])?;

@@ -90,7 +90,7 @@ impl EventLoop {
         }
         self.pause.vcpus.sort_by_key(|parked| parked.id);
         let vcpus: Vec<&VcpuFd> = self.pause.vcpus.iter().map(|parked| &parked.vcpu).collect();
-        match Stopped::read(&self.machine.vm, &vcpus, self.machine.scaled) {
+        match Stopped::read(&self.machine.vm, &vcpus, self.machine.made_of.scaled) {
             Ok(stopped) => self.pause.stopped = Some(stopped),
             Err(error) => return Some(StopReason::KvmFailed { error: error.to_string() }),
         }

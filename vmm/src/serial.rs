@@ -56,6 +56,28 @@ impl Serial {
         (serial, bytes)
     }
 
+    /// The registers that a save keeps.
+    pub fn save(&self) -> [u8; 6] {
+        let Self { interrupt_enable, line_control, modem_control, scratch, divisor: [low, high], .. } = self;
+        [interrupt_enable, line_control, modem_control, scratch, low, high]
+            .map(|register| register.load(Ordering::Relaxed))
+    }
+
+    /// Goes on with saved registers. The interrupt that was under way is raised again.
+    pub fn restore(&self, [enable, line, modem, scratch, low, high]: [u8; 6]) {
+        for (register, value) in [
+            (&self.interrupt_enable, enable & 0x0f),
+            (&self.line_control, line),
+            (&self.modem_control, modem & 0x1f),
+            (&self.scratch, scratch),
+            (&self.divisor[0], low),
+            (&self.divisor[1], high),
+        ] {
+            register.store(value, Ordering::Relaxed);
+        }
+        self.signal_empty();
+    }
+
     /// Bytes that were dropped because nobody took them in time.
     pub fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)

@@ -15,11 +15,11 @@ use kvm_bindings::{CpuId, Msrs, kvm_cpuid_entry2};
 use kvm_ioctls::{VcpuExit, VcpuFd};
 use vmm_control::{ExitCounts, Mark, StopReason};
 
+use crate::boot;
 use crate::confine::{Program, confine};
 use crate::layout;
 use crate::mailbox::{Mailbox, Message};
 use crate::serial::Serial;
-use crate::{boot, cpuid};
 
 /// What all vCPUs share.
 #[derive(Debug)]
@@ -85,16 +85,9 @@ impl Exits {
 }
 
 /// Sets up a fresh vCPU. The first one starts at the PVH entry; the others wait for the kernel to start them.
-pub fn configure(
-    fd: &VcpuFd,
-    supported: &[kvm_cpuid_entry2],
-    id: u8,
-    vcpus: u8,
-    entry: u32,
-) -> Result<(), kvm_ioctls::Error> {
+pub fn configure(fd: &VcpuFd, cpuid: &[kvm_cpuid_entry2], id: u8, entry: u32) -> Result<(), kvm_ioctls::Error> {
     // CPUID before MSRs: since Linux 6.13 MSRs that depend on it read as 0 otherwise (Firecracker issue 6120).
-    let table = cpuid::for_vcpu(supported, id, vcpus);
-    let table = CpuId::from_entries(&table).map_err(|_| kvm_ioctls::Error::new(libc::E2BIG))?;
+    let table = CpuId::from_entries(cpuid).map_err(|_| kvm_ioctls::Error::new(libc::E2BIG))?;
     fd.set_cpuid2(&table)?;
     let msrs = boot::entry_msrs();
     let list = Msrs::from_entries(&msrs).map_err(|_| kvm_ioctls::Error::new(libc::E2BIG))?;

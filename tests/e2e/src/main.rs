@@ -39,6 +39,7 @@ mod machine;
 mod network;
 mod refusals;
 mod run;
+mod snapshot;
 mod tty;
 
 use std::collections::BTreeSet;
@@ -80,6 +81,7 @@ fn main() -> ExitCode {
         boot::TESTS,
         kernel::TESTS,
         machine::TESTS,
+        snapshot::TESTS,
         run::TESTS,
         files::TESTS,
         tty::TESTS,

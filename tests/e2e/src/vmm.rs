@@ -79,6 +79,31 @@ impl Vmm {
         Ok(ours)
     }
 
+    /// Waits for an event; an error is what the VMM says in its place.
+    fn wait_for<T>(&self, mut wanted: impl FnMut(&Event) -> Option<T>) -> Result<T, String> {
+        loop {
+            let event = self.event()?;
+            if let Some(found) = wanted(&event) {
+                return Ok(found);
+            }
+            if let Event::Stopped { .. } | Event::Refused { .. } | Event::SaveFailed { .. } = event {
+                return Err(format!("{event:?}"));
+            }
+        }
+    }
+
+    /// Has the machine stand still.
+    pub(crate) fn pause(&self) -> Result<(), String> {
+        self.send(&Request::Pause)?;
+        self.wait_for(|event| (*event == Event::Paused).then_some(()))
+    }
+
+    /// Has it go on.
+    pub(crate) fn resume(&self) -> Result<(), String> {
+        self.send(&Request::Resume)?;
+        self.wait_for(|event| (*event == Event::Resumed).then_some(()))
+    }
+
     /// Ends the process as nobody should.
     pub(crate) fn kill(&self) {
         let mut process = self.process.lock().unwrap();

@@ -1,0 +1,163 @@
+//! Memory images: guest memory written to a sparse file.
+//!
+//! The image is flat: a page is at its place in guest memory, regions back to back. Pages that no one ever touched, and pages of
+//! zeros, are holes.
+
+#![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+
+use crate::memory::Memory;
+
+const PAGE: usize = 4096;
+/// Pages that are looked at together, and so the most that one write has: 1 MiB.
+const WINDOW: usize = 256;
+/// Bytes of an entry of a pagemap.
+const ENTRY: usize = 8;
+/// A page is in memory, or in swap (`Documentation/admin-guide/mm/pagemap.rst`).
+const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
+
+/// Why an image could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The image's file.
+    #[error("memory file: {0}")]
+    File(io::Error),
+    /// What the supervisor gave as the pagemap.
+    #[error("pagemap of this process: {0}")]
+    Pagemap(io::Error),
+    /// Guest memory.
+    #[error("guest memory: {0}")]
+    Memory(#[from] vm_memory::GuestMemoryError),
+}
+
+/// Writes an image to an empty file. `pagemap` is this process's own. Nothing changes guest memory meanwhile. Returns the bytes
+/// that are not holes.
+pub fn write(memory: &Memory, pagemap: &File, to: &File) -> Result<u64, ImageError> {
+    let total = memory.ram.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
+    to.set_len(total).map_err(ImageError::File)?;
+    let (mut start, mut written) = (0u64, 0u64);
+    let mut entries = [0; WINDOW * ENTRY];
+    let mut bytes = vec![0; WINDOW * PAGE];
+    for region in memory.ram.iter() {
+        let pages = usize::try_from(region.len()).unwrap_or(usize::MAX) / PAGE;
+        let first = region.as_ptr() as usize / PAGE;
+        for begin in (0..pages).step_by(WINDOW) {
+            let count = WINDOW.min(pages.saturating_sub(begin));
+            let entries = entries.get_mut(..count.saturating_mul(ENTRY)).unwrap_or_default();
+            let place = first.saturating_add(begin).saturating_mul(ENTRY) as u64;
+            pagemap.read_exact_at(entries, place).map_err(ImageError::Pagemap)?;
+            let within = (begin as u64).saturating_mul(PAGE as u64);
+            let at = start.saturating_add(within);
+            let exists = |page: usize, entry: &[u8]| {
+                let entry = entry.try_into().map_or(0, u64::from_le_bytes);
+                // What the process has not touched of a file that is mapped is there all the same.
+                entry & PRESENT_OR_SWAPPED != 0
+                    || memory.is_from_file(at.saturating_add((page as u64).saturating_mul(PAGE as u64)))
+            };
+            let exist: Vec<bool> =
+                entries.chunks_exact(ENTRY).enumerate().map(|(page, entry)| exists(page, entry)).collect();
+            for run in runs(&exist) {
+                let offset = run.start.saturating_mul(PAGE);
+                let bytes = bytes.get_mut(..run.len().saturating_mul(PAGE)).unwrap_or_default();
+                region.read_slice(bytes, MemoryRegionAddress(within.saturating_add(offset as u64)))?;
+                written = written.saturating_add(write_run(bytes, to, at.saturating_add(offset as u64))?);
+            }
+        }
+        start = start.saturating_add(region.len());
+    }
+    Ok(written)
+}
+
+/// Writes pages but those of zeros; returns the bytes written.
+fn write_run(bytes: &[u8], to: &File, at: u64) -> Result<u64, ImageError> {
+    let matter: Vec<bool> = bytes.chunks_exact(PAGE).map(|page| page != [0; PAGE]).collect();
+    let mut written = 0u64;
+    for run in runs(&matter) {
+        let (first, end) = (run.start.saturating_mul(PAGE), run.end.saturating_mul(PAGE));
+        let bytes = bytes.get(first..end).unwrap_or_default();
+        to.write_all_at(bytes, at.saturating_add(first as u64)).map_err(ImageError::File)?;
+        written = written.saturating_add(bytes.len() as u64);
+    }
+    Ok(written)
+}
+
+/// The runs of what is true.
+fn runs(flags: &[bool]) -> Vec<std::ops::Range<usize>> {
+    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
+    for (index, _) in flags.iter().enumerate().filter(|(_, flag)| **flag) {
+        match runs.last_mut() {
+            Some(last) if last.end == index => last.end = index.saturating_add(1),
+            _ => runs.push(index..index.saturating_add(1)),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::GuestAddress;
+
+    use super::*;
+    use crate::memory::{fresh, saved};
+
+    fn image(memory: &Memory) -> (File, u64) {
+        let file = tempfile::tempfile().unwrap();
+        let written = write(memory, &File::open("/proc/self/pagemap").unwrap(), &file).unwrap();
+        (file, written)
+    }
+
+    #[test]
+    fn an_image_has_what_was_touched_and_holes() {
+        use std::os::unix::fs::MetadataExt;
+        // Beyond the hole below 4 GiB there is a second region, back to back with the first in the image.
+        let memory = fresh((3 << 30) + (64 << 20)).unwrap();
+        let write = |at: u64, value: u8| memory.ram.write_slice(&[value; 100], GuestAddress(at)).unwrap();
+        write(0x5000, 1);
+        write((3 << 30) - 4096, 2);
+        write(4 << 30, 3);
+        write((4 << 30) + (64 << 20) - 100, 4);
+        // Touched, and zeros.
+        write(0x40_0000, 0);
+        let (file, written) = image(&memory);
+        assert_eq!(written, 4 * 4096);
+        assert!(file.metadata().unwrap().blocks() * 512 < 1 << 20);
+        let again = saved((3 << 30) + (64 << 20), &[file]).unwrap();
+        let read = |at: u64| again.ram.read_obj::<u8>(GuestAddress(at)).unwrap();
+        assert_eq!([read(0x5000), read((3 << 30) - 4096), read(4 << 30)], [1, 2, 3]);
+        assert_eq!([read((4 << 30) + (64 << 20) - 1), read(0x40_0000), read(0x6000)], [4, 0, 0]);
+    }
+
+    #[test]
+    fn a_saved_machines_own_image_is_whole() {
+        let memory = fresh(64 << 20).unwrap();
+        for at in (0..64 << 20).step_by(1 << 20) {
+            memory.ram.write_obj(at, GuestAddress(at + 8)).unwrap();
+        }
+        let (first, written) = image(&memory);
+        let again = saved(64 << 20, &[first]).unwrap();
+        // Some pages change, some are read, most are not touched: the second image has them all.
+        again.ram.write_obj(7u64, GuestAddress(0x30_0008)).unwrap();
+        again.ram.write_obj(9u64, GuestAddress(0x38_0000)).unwrap();
+        assert_eq!(again.ram.read_obj::<u64>(GuestAddress(0x10_0008)).unwrap(), 1 << 20);
+        let (second, more) = image(&again);
+        assert_eq!(more, written + 4096);
+        let third = saved(64 << 20, &[second]).unwrap();
+        for at in (0..64u64 << 20).step_by(1 << 20) {
+            let expected = if at == 0x30_0000 { 7 } else { at };
+            assert_eq!(third.ram.read_obj::<u64>(GuestAddress(at + 8)).unwrap(), expected);
+        }
+        assert_eq!(third.ram.read_obj::<u64>(GuestAddress(0x38_0000)).unwrap(), 9);
+    }
+
+    #[test]
+    fn what_is_no_pagemap_is_refused() {
+        let memory = fresh(64 << 20).unwrap();
+        let (empty, file) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        assert!(matches!(write(&memory, &empty, &file), Err(ImageError::Pagemap(_))));
+    }
+}
