@@ -120,10 +120,14 @@ fn output_survives_cut_connections() {
 }
 
 /// Reads the whole disk as the next machine would see it, for tools of this machine.
-fn flatten(files: &std::path::Path, size: u64) -> std::path::PathBuf {
-    let layer = |name| host::open(&files.join(name));
-    let base = LayerFiles { data: host::open(&host::image("busybox")), map: None };
-    let disk = Disk::open(vec![base, LayerFiles { data: layer("data"), map: Some(layer("map")) }], true).unwrap();
+pub(crate) fn flatten(files: &std::path::Path, size: u64, count: usize) -> std::path::PathBuf {
+    let mut layers = vec![LayerFiles { data: host::open(&host::image("busybox")), map: None }];
+    for layer in 0..count {
+        let number = if layer == 0 { String::new() } else { format!("-{layer}") };
+        let file = |name: &str| host::open(&files.join(format!("{name}{number}")));
+        layers.push(LayerFiles { data: file("data"), map: Some(file("map")) });
+    }
+    let disk = Disk::open(layers, true).unwrap();
     assert_eq!(disk.size(), size);
     let path = files.join("flat.img");
     let flat = std::fs::File::create(&path).unwrap();
@@ -140,7 +144,7 @@ fn flatten(files: &std::path::Path, size: u64) -> std::path::PathBuf {
     path
 }
 
-fn check_file_system(image: &std::path::Path) {
+pub(crate) fn check_file_system(image: &std::path::Path) {
     let output = std::process::Command::new("e2fsck").arg("-fn").arg(image).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
@@ -164,7 +168,7 @@ fn what_was_synced_survives_a_killed_vmm() {
     let again = Guest::over(&recipe, files);
     assert_eq!(again.shell("read", "cat /kept/* | md5sum"), hash);
     let files = again.power_off();
-    check_file_system(&flatten(files.path(), recipe.disk));
+    check_file_system(&flatten(files.path(), recipe.disk, 1));
 }
 
 fn discarded_space_returns_to_the_host() {
@@ -193,5 +197,5 @@ fn several_queues_and_cpus_share_a_disk() {
     let output = guest.shell("write", script);
     assert_eq!(output.matches("OK").count(), 6, "{output}");
     let files = guest.power_off();
-    check_file_system(&flatten(files.path(), recipe.disk));
+    check_file_system(&flatten(files.path(), recipe.disk, 1));
 }

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use vmm_control::{Config, ControlSocket, Event, Request, Stats, StopReason};
+use vmm_control::{Config, ControlSocket, Event, Request, Restore, Saved, Stats, StopReason};
 
 /// A running VMM. Dropping it ends the process.
 #[derive(Debug)]
@@ -19,6 +19,15 @@ pub(crate) struct Vmm {
 impl Vmm {
     /// Starts a VMM and sends it the start request. `files` are in the order of [`Request::Start`], without KVM.
     pub(crate) fn start(config: Config, files: &[&File]) -> Result<Self, String> {
+        Self::with(&Request::Start(config), files)
+    }
+
+    /// Starts a VMM and has it go on with what was saved. `files` are in the order of [`Request::Restore`], without KVM.
+    pub(crate) fn restore(config: Config, files: &[&File]) -> Result<Self, String> {
+        Self::with(&Request::Restore(Restore { config, memory_files: 1 }), files)
+    }
+
+    fn with(request: &Request, files: &[&File]) -> Result<Self, String> {
         let binary = crate::host::program("lib/bulkhead/bulkhead-vmm");
         let (ours, theirs) = ControlSocket::pair().map_err(|error| error.to_string())?;
         let theirs: OwnedFd = theirs.as_fd().try_clone_to_owned().map_err(|error| error.to_string())?;
@@ -37,7 +46,7 @@ impl Vmm {
             File::options().read(true).write(true).open("/dev/kvm").map_err(|error| format!("/dev/kvm: {error}"))?;
         let descriptors: Vec<BorrowedFd<'_>> =
             std::iter::once(kvm.as_fd()).chain(files.iter().map(|file| file.as_fd())).collect();
-        vmm.control.send(&Request::Start(config), &descriptors).map_err(|error| error.to_string())?;
+        vmm.control.send(request, &descriptors).map_err(|error| error.to_string())?;
         Ok(vmm)
     }
 
@@ -102,6 +111,24 @@ impl Vmm {
     pub(crate) fn resume(&self) -> Result<(), String> {
         self.send(&Request::Resume)?;
         self.wait_for(|event| (*event == Event::Resumed).then_some(()))
+    }
+
+    /// Writes the machine out, which stands still. `files` are in the order of [`Request::Save`], without the pagemap.
+    pub(crate) fn save(&self, files: &[&File]) -> Result<Saved, String> {
+        let pid = self.process.lock().unwrap().id();
+        let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(|error| format!("pagemap: {error}"))?;
+        let mut descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
+        descriptors.insert(2.min(files.len()), pagemap.as_fd());
+        self.control.send(&Request::Save, &descriptors).map_err(|error| error.to_string())?;
+        self.wait_for(|event| match event {
+            Event::Saved(saved) => Some(*saved),
+            _ => None,
+        })
+    }
+
+    /// Whether the process ended by itself, and as it should.
+    pub(crate) fn ended_well(&self) -> bool {
+        self.process.lock().unwrap().wait().is_ok_and(|status| status.code() == Some(0))
     }
 
     /// Ends the process as nobody should.

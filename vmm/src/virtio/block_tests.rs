@@ -437,3 +437,104 @@ fn a_guest_that_is_reaping_is_not_interrupted() {
     assert_eq!(driver.request(IN, 0, 4096, true), 0);
     assert_eq!(driver.block.stats().interrupts, 1);
 }
+
+impl Driver {
+    /// Has the thread give its queue back.
+    fn pause(&mut self) {
+        let mut complete = self.block.pause();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !complete {
+            assert!(Instant::now() < deadline, "the queue does not come back");
+            if let Some(Message::QueuePaused { device: 7, index, queue }) = self.inbox.next() {
+                self.block.paused(index, queue);
+                complete = !self.block.is_pausing();
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn used(&self) -> u16 {
+        self.ram.read_obj(GuestAddress(USED + 2)).unwrap()
+    }
+}
+
+#[test]
+fn a_paused_disk_serves_nothing_and_goes_on_with_everything() {
+    let mut driver = Driver::new(false);
+    assert_eq!(driver.request(IN, 0, 4096, true), 0);
+    driver.pause();
+    driver.header(IN, 0);
+    driver.offer(&[(HEADER, 16, false), (DATA, 4096, true), (STATUS, 1, true)]);
+    std::thread::sleep(Duration::from_millis(30));
+    assert_eq!(driver.used(), 1);
+    let state = driver.block.queues().pop().flatten().unwrap();
+    assert_eq!((state.next_avail, state.next_used), (1, 1));
+    driver.block.resume();
+    driver.wait(|| driver.used() == 2);
+    driver.wait(|| driver.interrupt.read().is_ok());
+    // A reset finds nothing of the pause.
+    assert_eq!(driver.block.reset(), Reset::Pending);
+    driver.wait(|| matches!(driver.inbox.next(), Some(Message::QueueReleased { .. })));
+    assert!(driver.block.released());
+    driver.activate();
+    assert_eq!(driver.request(IN, 0, 4096, true), 0);
+}
+
+/// A pause comes in the middle of many requests. Each is answered once: those that were begun before, the others after.
+#[test]
+fn a_pause_in_the_middle_loses_and_doubles_no_request() {
+    let mut driver = Driver::new(false);
+    driver.header(IN, 0);
+    let chain = [(HEADER, 16, false), (DATA, 2 << 20, true), (STATUS, 1, true)];
+    driver.offered = QUEUE_SIZE - 2;
+    driver.offer(&chain);
+    let offered = driver.offered;
+    let mut pauses = 0;
+    while driver.used() < offered {
+        driver.pause();
+        let state = driver.block.queues().pop().flatten().unwrap();
+        assert_eq!((state.next_avail, state.next_used), (driver.used(), driver.used()));
+        let now = driver.used();
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(driver.used(), now);
+        if now > pauses {
+            assert!(driver.interrupt.read().is_ok(), "what is answered was told");
+        }
+        pauses = now;
+        driver.block.resume();
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(driver.block.stats().requests, u64::from(offered));
+    driver.block.end();
+}
+
+#[test]
+fn a_disk_that_was_cut_writes_to_its_new_layer_alone() {
+    use std::os::unix::fs::FileExt;
+    let file = || tempfile::tempfile().unwrap();
+    let files = [file(), file(), file(), file()];
+    create_layer(&files[0], &files[1], DISK).unwrap();
+    create_layer(&files[2], &files[3], DISK).unwrap();
+    let layer =
+        |n: usize| LayerFiles { data: files[n].try_clone().unwrap(), map: Some(files[n + 1].try_clone().unwrap()) };
+    let mut driver = Driver::over(vec![layer(0)], false);
+    driver.fill(1);
+    assert_eq!(driver.request(OUT, 0, 8192, false), 0);
+    driver.pause();
+    let cut = driver.block.cut(layer(2)).unwrap();
+    driver.block.replace_disk(cut);
+    driver.block.resume();
+    driver.fill(2);
+    assert_eq!(driver.request(OUT, 8, 4096, false), 0);
+    driver.fill(0);
+    assert_eq!(driver.request(IN, 0, 8192, true), 0);
+    assert_eq!(driver.data(), [[1; 4096], [2; 4096]].concat());
+    let mut below = vec![0; 8192];
+    files[0].read_exact_at(&mut below, 0).unwrap();
+    assert_eq!(below, [1; 8192], "frozen");
+    // The map of the layer below was flushed by the cut.
+    let frozen = Disk::open(vec![layer(0)], true).unwrap();
+    let read = snapshot::disk::Bytes::new(vec![0; 4096]);
+    frozen.read(4096, &read).unwrap();
+    assert_eq!(read.into_inner(), [1; 4096]);
+}

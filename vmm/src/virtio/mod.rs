@@ -10,4 +10,6 @@ pub mod net;
 pub mod notify;
 pub mod request;
 pub mod rng;
+#[cfg(test)]
+mod save_tests;
 pub mod vsock;
