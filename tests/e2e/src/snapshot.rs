@@ -46,13 +46,13 @@ fn uptime(guest: &Guest, id: &str) -> f64 {
 
 /// Under load on processors, disk and sockets, many times; then for seconds, of which the guest's clock sees nothing.
 fn a_machine_that_stood_still_goes_on() {
-    const TOTAL: u64 = 20_000_000;
+    const TOTAL: u64 = 6_000_000;
     let guest = Guest::start(&Recipe { vcpus: 4, queues: 2, ..Recipe::default() });
     guest.put_payload();
     let args = ["/tmp/payload", "pattern", &TOTAL.to_string()].map(String::from).to_vec();
     let stream = guest.agent.exec(ExecSpec::command("pattern", args)).unwrap();
-    let load = "for i in $(seq 20); do dd if=/dev/zero of=/file$i bs=64k count=16 oflag=direct 2>/dev/null && sync; done; \
-                cat /file* | md5sum; i=0; while [ $i -lt 20000 ]; do i=$((i + 1)); done; echo $i";
+    let load = "for i in $(seq 8); do dd if=/dev/zero of=/file$i bs=64k count=16 oflag=direct 2>/dev/null && sync; done; \
+                cat /file* | md5sum; i=0; while [ $i -lt 5000 ]; do i=$((i + 1)); done; echo $i";
     let load = guest.agent.exec(ExecSpec::command("load", vec!["sh".into(), "-c".into(), load.into()])).unwrap();
     std::thread::scope(|scope| {
         let stream = scope.spawn(|| (stream.copy_stdout(&mut Pattern::default()).unwrap(), stream.wait().unwrap()));
@@ -73,8 +73,8 @@ fn a_machine_that_stood_still_goes_on() {
         }
         println!("{pauses} pauses");
         assert_eq!(stream.join().unwrap(), (TOTAL, ExitRecord::Exited { code: 0 }));
-        // 20 MiB of zeros.
-        let expected = "8f4e33f3dc3e414ff94e5fb6905cba8c  -\n20000\n".to_owned();
+        // 8 MiB of zeros.
+        let expected = "96995b58d4cbf6aaa9041b4f00c7f6ae  -\n5000\n".to_owned();
         assert_eq!(load.join().unwrap(), (expected, ExitRecord::Exited { code: 0 }));
     });
 
@@ -89,12 +89,12 @@ fn a_machine_that_stood_still_goes_on() {
     // A pause that is called off before it came about.
     guest.vmm.send(&vmm_control::Request::Pause).unwrap();
     guest.vmm.resume().unwrap();
-    assert_eq!(guest.shell("alive", "echo alive; dmesg | grep -ci 'lockup\\|stall' || true"), "alive\n0\n");
+    assert_eq!(guest.shell("alive", "echo alive; dmesg | grep -i 'lockup\\|rcu.*stall\\|unstable' || true"), "alive\n");
 }
 
 /// Five generations, each saved and gone on from under load on processors, disk and sockets; then one machine becomes two.
 fn a_saved_machine_goes_on_in_another_vmm() {
-    const TOTAL: u64 = 30_000_000;
+    const TOTAL: u64 = 16_000_000;
     let recipe = Recipe { vcpus: 4, queues: 2, ..Recipe::default() };
     let mut guest = Guest::start(&recipe);
     guest.put_payload();
@@ -115,7 +115,7 @@ fn a_saved_machine_goes_on_in_another_vmm() {
     // Each file is written, read back and compared with what the one before it had.
     let load = start(
         "load",
-        "for i in $(seq 60); do head -c 300000 /dev/zero | tr '\\0' x > /file$i; sync /file$i; \
+        "for i in $(seq 30); do head -c 300000 /dev/zero | tr '\\0' x > /file$i; sync /file$i; \
          echo 3 > /proc/sys/vm/drop_caches; cmp /file$i /file1 || exit 1; done; echo equal",
     );
     let timer = start("timer", "a=$(cut -d. -f1 /proc/uptime); sleep 10; echo $(($(cut -d. -f1 /proc/uptime) - a))");
@@ -143,7 +143,8 @@ fn a_saved_machine_goes_on_in_another_vmm() {
         assert!((9..=12).contains(&slept) && record == done, "{slept}");
     });
     assert_eq!(guest.shell("reseeded", "dmesg | grep -c 'crng reseeded due to virtual machine fork'"), "5\n");
-    assert_eq!(guest.shell("alive", "dmesg | grep -ci 'lockup\\|stall\\|error' || true"), "0\n");
+    let complaints = "dmesg | grep -i 'lockup\\|rcu.*stall\\|i/o error\\|ext4.*error\\|unstable' || true";
+    assert_eq!(guest.shell("complaints", complaints), "");
 
     // Two machines from one: each goes on in a layer of its own, and draws its own numbers.
     let snapshot = guest.save(6);
@@ -253,9 +254,10 @@ fn what_cannot_go_on_is_refused() {
     };
     expect(refused(&|_, parts| short(parts)), "memory: the image has 268431360 bytes, and the machine 268435456");
     // A processor with what no host offers its guests: the monitor instruction, in leaf 1.
-    let leaf = [1u32, 0, 0].map(u32::to_le_bytes).concat();
-    let at = bytes.windows(12).position(|window| window == leaf).unwrap();
+    let vendor = [b"AuthcAMDenti", b"GenuntelineI"];
+    let at = bytes.windows(12).position(|window| vendor.iter().any(|vendor| window == *vendor)).unwrap() - 16 + 40;
     let mut monitor = bytes.clone();
+    assert_eq!(monitor[at..at + 4], 1u32.to_le_bytes());
     monitor[at + 20] |= 1 << 3;
     expect(
         refused(&|_, parts| parts[0] = file(&monitor)),
