@@ -139,7 +139,7 @@ impl Vcpu {
             self.mailbox.send(Message::Stop(StopReason::KvmFailed { error: format!("vCPU: seccomp: {error}") }));
             return;
         }
-        let _armed = kick::arm(fd.get_kvm_run());
+        let mut armed = kick::arm(fd.get_kvm_run());
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
         let exits = &self.shared.exits;
         // A kick sets the flag of the next entry, so one that arrives after this check is not lost.
@@ -199,10 +199,14 @@ impl Vcpu {
                 return;
             }
             if left {
+                // While the descriptor is lent, its page may go: a kick must not touch it.
+                drop(armed);
                 match self.hand_over(fd) {
                     Some(back) => fd = back,
                     None => return,
                 }
+                // A kick that came before this is not lost either: what it was for was set before it was sent.
+                armed = kick::arm(fd.get_kvm_run());
             }
         }
     }

@@ -86,10 +86,19 @@ fn a_machine_that_stood_still_goes_on() {
     let (after, took) = (uptime(&guest, "after"), began.elapsed().as_secs_f64());
     println!("{took} s here, {} s there", after - before);
     assert!(after >= before && after - before < took - 4.5, "{before} {after} {took}");
+    println!(
+        "clocks: {}",
+        guest.shell("clocks", "cat /sys/devices/system/clocksource/clocksource0/available_clocksource")
+    );
     // A pause that is called off before it came about.
     guest.vmm.send(&vmm_control::Request::Pause).unwrap();
     guest.vmm.resume().unwrap();
     assert_eq!(guest.shell("alive", "echo alive; dmesg | grep -i 'lockup\\|rcu.*stall\\|unstable' || true"), "alive\n");
+    // One that comes about while the machine ends.
+    guest.vmm.send(&vmm_control::Request::Pause).unwrap();
+    guest.vmm.send(&vmm_control::Request::Stop).unwrap();
+    assert_eq!(guest.vmm.stopped().unwrap().0, vmm_control::StopReason::Asked);
+    assert!(guest.vmm.ended_well());
 }
 
 /// Five generations, each saved and gone on from under load on processors, disk and sockets; then one machine becomes two.
