@@ -39,6 +39,9 @@ impl Write for Pattern {
     }
 }
 
+/// Where a guest's kernel says what it reads its clock from.
+const CLOCK_SOURCE: &str = "/sys/devices/system/clocksource/clocksource0";
+
 /// Seconds that the guest's monotonic clock shows.
 fn uptime(guest: &Guest, id: &str) -> f64 {
     guest.shell(id, "cut -d' ' -f1 /proc/uptime").trim().parse().unwrap()
@@ -78,18 +81,17 @@ fn a_machine_that_stood_still_goes_on() {
         assert_eq!(load.join().unwrap(), (expected, ExitRecord::Exited { code: 0 }));
     });
 
-    println!("clock: {}", guest.shell("clock", "cat /sys/devices/system/clocksource/clocksource0/current_clocksource"));
-    let (before, began) = (uptime(&guest, "before"), Instant::now());
-    guest.vmm.pause().unwrap();
-    std::thread::sleep(Duration::from_secs(5));
-    guest.vmm.resume().unwrap();
-    let (after, took) = (uptime(&guest, "after"), began.elapsed().as_secs_f64());
-    println!("{took} s here, {} s there", after - before);
-    assert!(after >= before && after - before < took - 4.5, "{before} {after} {took}");
-    println!(
-        "clocks: {}",
-        guest.shell("clocks", "cat /sys/devices/system/clocksource/clocksource0/available_clocksource")
-    );
+    // Whatever the guest reads its clock from.
+    for source in guest.shell("clocks", &format!("cat {CLOCK_SOURCE}/available_clocksource")).split_whitespace() {
+        guest.shell(&format!("use-{source}"), &format!("echo {source} > {CLOCK_SOURCE}/current_clocksource"));
+        let (before, began) = (uptime(&guest, &format!("before-{source}")), Instant::now());
+        guest.vmm.pause().unwrap();
+        std::thread::sleep(Duration::from_secs(3));
+        guest.vmm.resume().unwrap();
+        let (after, took) = (uptime(&guest, &format!("after-{source}")), began.elapsed().as_secs_f64());
+        println!("{source}: {took} s here, {} s there", after - before);
+        assert!(after >= before && after - before < took - 2.8, "{source}: {before} {after} {took}");
+    }
     // A pause that is called off before it came about.
     guest.vmm.send(&vmm_control::Request::Pause).unwrap();
     guest.vmm.resume().unwrap();
@@ -103,7 +105,7 @@ fn a_machine_that_stood_still_goes_on() {
 
 /// Five generations, each saved and gone on from under load on processors, disk and sockets; then one machine becomes two.
 fn a_saved_machine_goes_on_in_another_vmm() {
-    const TOTAL: u64 = 16_000_000;
+    const TOTAL: u64 = 8_000_000;
     let recipe = Recipe { vcpus: 4, queues: 2, ..Recipe::default() };
     let mut guest = Guest::start(&recipe);
     guest.put_payload();
@@ -111,20 +113,21 @@ fn a_saved_machine_goes_on_in_another_vmm() {
     let made = guest.shell(
         "make",
         &format!(
-            "mkdir -p /dev/shm && mount -t tmpfs none /dev/shm; head -c 5000000 /dev/urandom > /disk; \
-             head -c 5000000 /dev/urandom > /dev/shm/memory; sync; {hashes}"
+            "mkdir -p /dev/shm && mount -t tmpfs none /dev/shm; head -c 1500000 /dev/urandom > /disk; \
+             head -c 1500000 /dev/urandom > /dev/shm/memory; sync; {hashes}"
         ),
     );
     let start = |id: &str, script: &str| {
         let spec = ExecSpec::command(id, vec!["sh".into(), "-c".into(), script.into()]);
         guest.agent.exec(spec).unwrap()
     };
+    let (uptime_before, began) = (uptime(&guest, "uptime-before"), Instant::now());
     let args = ["/tmp/payload", "pattern", &TOTAL.to_string()].map(String::from).to_vec();
     let stream = guest.agent.exec(ExecSpec::command("pattern", args)).unwrap();
     // Each file is written, read back and compared with what the one before it had.
     let load = start(
         "load",
-        "for i in $(seq 30); do head -c 300000 /dev/zero | tr '\\0' x > /file$i; sync /file$i; \
+        "for i in $(seq 12); do head -c 300000 /dev/zero | tr '\\0' x > /file$i; sync /file$i; \
          echo 3 > /proc/sys/vm/drop_caches; cmp /file$i /file1 || exit 1; done; echo equal",
     );
     let timer = start("timer", "a=$(cut -d. -f1 /proc/uptime); sleep 10; echo $(($(cut -d. -f1 /proc/uptime) - a))");
@@ -138,19 +141,25 @@ fn a_saved_machine_goes_on_in_another_vmm() {
         let stream = scope.spawn(|| (stream.copy_stdout(&mut Pattern::default()).unwrap(), stream.wait().unwrap()));
         let (load, timer) = (scope.spawn(|| text(load)), scope.spawn(|| text(timer)));
         for number in 1..=5 {
-            std::thread::sleep(Duration::from_millis(700));
+            std::thread::sleep(Duration::from_millis(300));
             let snapshot = guest.save(number);
             let before = guest.restore(snapshot);
             before.kill();
             println!("{snapshot:?}; under way: {} {}", !stream.is_finished(), !load.is_finished());
+            assert!(number > 1 || !(stream.is_finished() || load.is_finished()), "the first is saved under load");
             assert_eq!(guest.shell(&format!("hash{number}"), hashes), made);
         }
         assert_eq!(stream.join().unwrap(), (TOTAL, done.clone()));
         assert_eq!(load.join().unwrap(), ("equal\n".to_owned(), done.clone()));
+        // It ended, and not before its time. How long a busy guest takes to say so is another matter.
         let (slept, record) = timer.join().unwrap();
         let slept: u64 = slept.trim().parse().unwrap();
-        assert!((9..=12).contains(&slept) && record == done, "{slept}");
+        assert!((9..90).contains(&slept) && record == done, "{slept}");
     });
+    // The guest's clock never ran while it stood still, so it is behind by all saves and restores.
+    let (passed, took) = (uptime(&guest, "uptime-after") - uptime_before, began.elapsed().as_secs_f64());
+    println!("{took} s here, {passed} s there");
+    assert!(passed > 0.0 && passed < took, "{passed} {took}");
     assert_eq!(guest.shell("reseeded", "dmesg | grep -c 'crng reseeded due to virtual machine fork'"), "5\n");
     let complaints = "dmesg | grep -i 'lockup\\|rcu.*stall\\|i/o error\\|ext4.*error\\|unstable' || true";
     assert_eq!(guest.shell("complaints", complaints), "");
@@ -189,20 +198,26 @@ fn more_than_three_gib_are_saved() {
              echo 4711 > /dev/shm/counter; {hash}"
         ),
     );
+    // Here the clock comes from the processor's counter.
+    guest.shell("use-tsc", &format!("echo tsc > {CLOCK_SOURCE}/current_clocksource"));
+    let (before, began) = (uptime(&guest, "before"), Instant::now());
     let snapshot = guest.save(1);
+    std::thread::sleep(Duration::from_secs(3));
     let memory = std::fs::metadata(guest.files.path().join("memory-1")).unwrap();
     println!("{snapshot:?}, {} bytes on the disk", memory.blocks() * 512);
     assert_eq!(memory.len(), 4 << 30);
     assert!((20_000_000..300 << 20).contains(&snapshot.saved.memory_bytes), "{snapshot:?}");
     assert!(memory.blocks() * 512 <= snapshot.saved.memory_bytes + (8 << 20));
     guest.restore(snapshot).kill();
+    let (after, took) = (uptime(&guest, "after"), began.elapsed().as_secs_f64());
+    println!("{took} s here, {} s there", after - before);
+    assert!(after >= before && after - before < took - 2.8, "{before} {after} {took}");
     assert_eq!(guest.shell("hash", hash), made);
     // What goes on is saved whole as well, though most of it was never touched since.
     let again = guest.save(2);
     assert!(again.saved.memory_bytes + (4 << 20) > snapshot.saved.memory_bytes, "{snapshot:?} {again:?}");
     guest.restore(again).kill();
     assert_eq!(guest.shell("again", hash), made);
-    assert!(uptime(&guest, "uptime") < 600.0);
 }
 
 /// SplitMix64: the same seed, the same offsets.
@@ -236,10 +251,15 @@ fn what_cannot_go_on_is_refused() {
         let (mut config, mut parts, _other_end) = guest.restore_parts(1);
         change(&mut config, &mut parts);
         let vmm = Vmm::restore(config, &parts.iter().collect::<Vec<_>>()).unwrap();
-        let event = vmm.event();
-        let refused = matches!(event, Ok(Event::Refused { .. }));
-        assert!(!refused || vmm.ended_well(), "{event:?}");
-        event.unwrap_or_else(|error| panic!("neither running nor refused: {error}"))
+        let event = vmm.event().unwrap_or_else(|error| panic!("neither running nor refused: {error}"));
+        if event == Event::Running {
+            // Whatever the guest does now, the VMM ends in good order.
+            std::thread::sleep(Duration::from_millis(30));
+            let _ = vmm.send(&vmm_control::Request::Stop);
+            vmm.stopped().unwrap();
+        }
+        assert!(vmm.ended_well(), "{event:?}");
+        event
     };
     let refused = |change: &dyn Fn(&mut vmm_control::Config, &mut Vec<File>)| match try_with(change) {
         Event::Refused { error } => error,
