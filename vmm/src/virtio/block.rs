@@ -7,37 +7,29 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
 use snapshot::disk::{BLOCK, Disk, DiskError, LayerFiles};
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH, VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO,
     VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_WRITE_ZEROES,
 };
-use virtio_queue::{Queue, QueueOwnedT, QueueState, QueueT};
-use vmm_control::{BlockStats, StopReason};
+use virtio_queue::{Queue, QueueState};
+use vmm_control::BlockStats;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::batch::Batch;
-use super::chain::Chain;
+use super::block_queue::Server;
 use super::device::Reset;
-use super::notify::wants_interrupt;
-use super::request::{ID_LENGTH, MAX_DESCRIPTORS, MAX_RANGE_SECTORS, MAX_RANGES, Outcome, Request, SECTOR, io_error};
-use crate::confine::{Program, confine};
+use super::request::{ID_LENGTH, MAX_DESCRIPTORS, MAX_RANGE_SECTORS, MAX_RANGES, SECTOR};
 use crate::interrupt::Interrupt;
-use crate::mailbox::{Mailbox, Message};
+use crate::mailbox::Mailbox;
 use crate::memory::Ram;
 
 /// Descriptors of a queue. A request of 1 MiB in 4 KiB pieces fits.
 const QUEUE_SIZE: u16 = MAX_DESCRIPTORS;
 /// Most pieces of data in a request: what fits a queue beside header and status.
 const SEG_MAX: u32 = 510;
-/// Most time that is spent looking for more requests before the guest has to kick again.
-const MOST_LOOKING: Duration = Duration::from_micros(500);
-/// How often a full host is asked again.
-const FULL_RETRY: Duration = Duration::from_secs(1);
 
 /// What a queue's thread needs to know of its disk.
 #[derive(Debug, Clone)]
@@ -63,14 +55,14 @@ pub struct Backing {
 /// Counters of a disk.
 #[derive(Debug, Default)]
 pub struct Counters {
-    requests: AtomicU64,
-    failed: AtomicU64,
-    read_bytes: AtomicU64,
-    written_bytes: AtomicU64,
-    interrupts: AtomicU64,
-    wakeups: AtomicU64,
+    pub(super) requests: AtomicU64,
+    pub(super) failed: AtomicU64,
+    pub(super) read_bytes: AtomicU64,
+    pub(super) written_bytes: AtomicU64,
+    pub(super) interrupts: AtomicU64,
+    pub(super) wakeups: AtomicU64,
     /// Queues that wait for room on the host.
-    waiting: AtomicU64,
+    pub(super) waiting: AtomicU64,
 }
 
 impl Counters {
@@ -88,7 +80,7 @@ impl Counters {
     }
 }
 
-fn add(counter: &AtomicU64, n: u64) {
+pub(super) fn add(counter: &AtomicU64, n: u64) {
     counter.fetch_add(n, Ordering::Relaxed);
 }
 
@@ -115,8 +107,9 @@ struct Worker {
     thread: JoinHandle<()>,
 }
 
+/// What the event loop tells a queue's thread.
 #[derive(Debug)]
-enum Command {
+pub(super) enum Command {
     /// Serve this queue of this disk; with `write_through`, each change is durable when it is done.
     Serve {
         queue: Box<Queue>,
@@ -137,15 +130,7 @@ impl Block {
         for (index, kick) in kicks.into_iter().enumerate() {
             let (commands, inbox) = channel();
             let kick_too = kick.try_clone()?;
-            let server = Server {
-                index,
-                backing: backing.clone(),
-                kick: kick_too,
-                inbox,
-                queue: None,
-                write_through: false,
-                batch: Batch::new(),
-            };
+            let server = Server::new(index, backing.clone(), kick_too, inbox);
             let thread = std::thread::Builder::new()
                 .name(format!("blk{}.{index}", backing.index))
                 .stack_size(256 << 10)
@@ -314,238 +299,6 @@ impl Worker {
         let _ = self.kick.write(1);
         told
     }
-}
-
-/// One queue's thread.
-struct Server {
-    /// Which queue.
-    index: usize,
-    backing: Backing,
-    kick: EventFd,
-    inbox: Receiver<Command>,
-    queue: Option<Box<Queue>>,
-    write_through: bool,
-    batch: Batch,
-}
-
-/// Why serving stopped before the queue was empty.
-enum Pause {
-    /// The guest broke the ring.
-    Broken,
-    /// The event loop wants the queue, or the thread, back. The queue is as if what was not answered had not been looked at.
-    Told(Command),
-}
-
-impl Server {
-    fn run(mut self) {
-        if let Err(error) = confine(Program::Disk) {
-            let reason = StopReason::StorageFailed { disk: self.backing.index, error: format!("seccomp: {error}") };
-            self.backing.mailbox.send(Message::Stop(reason));
-            return;
-        }
-        // One blocking read for each wake-up, for kicks and commands alike.
-        while self.kick.read().is_ok() {
-            add(&self.backing.counters.wakeups, 1);
-            let mut told = None;
-            loop {
-                while let Some(command) = told.take().or_else(|| self.inbox.try_recv().ok()) {
-                    match command {
-                        Command::Serve { queue, disk, write_through } => {
-                            self.queue = Some(queue);
-                            self.backing.disk = disk;
-                            self.write_through = write_through;
-                            self.batch = Batch::new();
-                        }
-                        Command::Pause => {
-                            let (device, queue) = (self.backing.device, self.queue.take());
-                            self.backing.mailbox.send(Message::QueuePaused { device, index: self.index, queue });
-                        }
-                        Command::Release => {
-                            self.queue = None;
-                            self.backing.mailbox.send(Message::QueueReleased { device: self.backing.device });
-                        }
-                        Command::End => return,
-                    }
-                }
-                let Some(mut queue) = self.queue.take() else { break };
-                match self.serve(&mut queue) {
-                    Ok(()) => {
-                        self.queue = Some(queue);
-                        break;
-                    }
-                    // Left alone from here on; the driver has to reset the device.
-                    Err(Pause::Broken) => {
-                        self.backing.mailbox.send(Message::QueueBroken { device: self.backing.device });
-                        break;
-                    }
-                    Err(Pause::Told(command)) => {
-                        self.queue = Some(queue);
-                        told = Some(command);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Serves requests until there are none. The guest need not kick while we look, and we look a little longer: a kick
-    /// costs the guest an exit and us a wake-up, often more than the request itself.
-    ///
-    /// The guest hears of half of what waits, then of half of what waits by then, and so on: it reaps the first half
-    /// and adds to the queue while we serve the second. One interrupt for each request costs too much; one for all
-    /// leaves each side waiting for the other. Where we are faster than it, little ever waits, and [`Batch`] says how many
-    /// to hold back. Nothing that can wait for the host's disk holds back what is done already.
-    fn serve(&mut self, queue: &mut Queue) -> Result<(), Pause> {
-        let ram = &self.backing.ram.clone();
-        let mut untold = 0u16;
-        loop {
-            queue.disable_notification(ram).map_err(|_| Pause::Broken)?;
-            let begun = Instant::now();
-            let mut batch = half_of_waiting(ram, queue)?.max(self.batch.target());
-            while let Some(chain) = queue.iter(ram).map_err(|_| Pause::Broken)?.next() {
-                let head = chain.head_index();
-                let request = Request::parse(Chain::new(ram, queue, head), ram);
-                if untold > 0 && request.as_ref().is_some_and(|request| self.may_take_long(request)) {
-                    self.tell_guest(queue)?;
-                    untold = 0;
-                }
-                let length = match self.answer(request, queue) {
-                    Ok(length) => length,
-                    Err(stop) => {
-                        queue.go_to_previous_position();
-                        if untold > 0 {
-                            self.tell_guest(queue)?;
-                        }
-                        return Err(stop);
-                    }
-                };
-                queue.add_used(ram, head, length).map_err(|_| Pause::Broken)?;
-                untold = untold.saturating_add(1);
-                if untold >= batch {
-                    self.tell_guest(queue)?;
-                    self.batch.reached();
-                    (untold, batch) = (0, half_of_waiting(ram, queue)?.max(self.batch.target()));
-                }
-            }
-            let served = begun.elapsed();
-            if untold > 0 {
-                if look_for_more(ram, queue, served)? {
-                    continue;
-                }
-                self.batch.fell_short(untold);
-                self.tell_guest(queue)?;
-                untold = 0;
-            }
-            if look_for_more(ram, queue, served)? {
-                continue;
-            }
-            if !queue.enable_notification(ram).map_err(|_| Pause::Broken)? {
-                return Ok(());
-            }
-        }
-    }
-
-    fn tell_guest(&self, queue: &Queue) -> Result<(), Pause> {
-        if wants_interrupt(&self.backing.ram, queue).map_err(|_| Pause::Broken)? {
-            add(&self.backing.counters.interrupts, 1);
-            self.backing.interrupt.raise();
-        }
-        Ok(())
-    }
-
-    /// Executes a request and completes it, unless the event loop wants the queue back: to serve all that a guest has
-    /// offered first could take it minutes. While the host is full, it waits for room.
-    fn answer(&self, request: Option<Request<'_>>, queue: &Queue) -> Result<u32, Pause> {
-        if let Ok(command) = self.inbox.try_recv() {
-            return Err(Pause::Told(command));
-        }
-        let counters = &self.backing.counters;
-        add(&counters.requests, 1);
-        let Some(request) = request else {
-            add(&counters.failed, 1);
-            return Ok(0);
-        };
-        let mut full = false;
-        let outcome = loop {
-            match self.execute(&request) {
-                Ok(outcome) => break outcome,
-                Err(DiskError::HostFull { .. }) => {
-                    if !full {
-                        full = true;
-                        self.tell_full(true);
-                        self.tell_guest(queue)?;
-                    }
-                    let command = match self.inbox.recv_timeout(FULL_RETRY) {
-                        Ok(command) => command,
-                        Err(RecvTimeoutError::Disconnected) => Command::End,
-                        Err(RecvTimeoutError::Timeout) => continue,
-                    };
-                    // Nobody waits for room any more.
-                    self.tell_full(false);
-                    return Err(Pause::Told(command));
-                }
-                Err(error) => {
-                    let reason = StopReason::StorageFailed { disk: self.backing.index, error: error.to_string() };
-                    self.backing.mailbox.send(Message::Stop(reason));
-                    break io_error();
-                }
-            }
-        };
-        if full {
-            self.tell_full(false);
-        }
-        add(&counters.failed, u64::from(outcome.status != 0));
-        add(&counters.read_bytes, outcome.read);
-        add(&counters.written_bytes, outcome.written);
-        Ok(request.complete(outcome))
-    }
-
-    fn may_take_long(&self, request: &Request<'_>) -> bool {
-        request.flushes() || self.write_through && request.changes()
-    }
-
-    fn execute(&self, request: &Request<'_>) -> Result<Outcome, DiskError> {
-        let Backing { disk, id, .. } = &self.backing;
-        let outcome = request.execute(disk, id)?;
-        if self.write_through && request.changes() {
-            disk.flush()?;
-        }
-        Ok(outcome)
-    }
-
-    /// The first queue to wait is told of, and the last that does not any more.
-    fn tell_full(&self, full: bool) {
-        let waiting = &self.backing.counters.waiting;
-        let others =
-            if full { waiting.fetch_add(1, Ordering::Relaxed) } else { waiting.fetch_sub(1, Ordering::Relaxed) };
-        if others != u64::from(!full) {
-            return;
-        }
-        self.backing.mailbox.send(Message::DiskFull { disk: self.backing.index, full });
-    }
-}
-
-/// Requests that wait.
-fn waiting(ram: &Ram, queue: &Queue) -> Result<u16, Pause> {
-    let offered = queue.avail_idx(ram, Ordering::Acquire).map_err(|_| Pause::Broken)?;
-    Ok(offered.0.wrapping_sub(queue.next_avail()))
-}
-
-/// Half of the requests that wait, rounded up.
-fn half_of_waiting(ram: &Ram, queue: &Queue) -> Result<u16, Pause> {
-    Ok(waiting(ram, queue)?.div_ceil(2))
-}
-
-/// Looks for new requests, no longer than the last ones took to serve: so a guest can make us spend on looking at most
-/// what it makes us spend on work.
-fn look_for_more(ram: &Ram, queue: &Queue, served: Duration) -> Result<bool, Pause> {
-    let (begun, limit) = (Instant::now(), served.min(MOST_LOOKING));
-    while begun.elapsed() < limit {
-        if waiting(ram, queue)? > 0 {
-            return Ok(true);
-        }
-        std::hint::spin_loop();
-    }
-    Ok(false)
 }
 
 #[cfg(test)]

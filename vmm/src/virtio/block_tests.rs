@@ -9,7 +9,7 @@ use virtio_queue::QueueState;
 use vm_memory::{Address, Bytes, GuestAddress};
 
 use super::*;
-use crate::mailbox::{Inbox, mailbox};
+use crate::mailbox::{Inbox, Message, mailbox};
 use crate::memory::guest_ram;
 
 const DISK: u64 = 8 << 20;

@@ -2,6 +2,7 @@
 
 mod batch;
 pub mod block;
+mod block_queue;
 pub mod chain;
 pub mod device;
 pub mod iovec;
