@@ -9,8 +9,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use vm_memory::{Bytes, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
 
+use crate::layout;
 use crate::memory::Memory;
 
 const PAGE: usize = 4096;
@@ -30,6 +31,9 @@ pub enum ImageError {
     /// What the supervisor gave as the pagemap.
     #[error("pagemap of this process: {0}")]
     Pagemap(io::Error),
+    /// It says that a page does not exist that this process has written to.
+    #[error("pagemap of this process: it is another's")]
+    NotOurs,
     /// Guest memory.
     #[error("guest memory: {0}")]
     Memory(#[from] vm_memory::GuestMemoryError),
@@ -39,6 +43,7 @@ pub enum ImageError {
 /// that are not holes.
 pub fn write(memory: &Memory, pagemap: &File, to: &File) -> Result<u64, ImageError> {
     let total = memory.ram.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
+    check_pagemap(memory, pagemap)?;
     to.set_len(total).map_err(ImageError::File)?;
     let (mut start, mut written) = (0u64, 0u64);
     let mut entries = [0; WINDOW * ENTRY];
@@ -73,6 +78,15 @@ pub fn write(memory: &Memory, pagemap: &File, to: &File) -> Result<u64, ImageErr
     Ok(written)
 }
 
+/// Of another process's pagemap an image would be made that lacks pages, and nobody would see it: so a page that every machine
+/// has, since we write the generation id to it, has to be there.
+fn check_pagemap(memory: &Memory, pagemap: &File) -> Result<(), ImageError> {
+    let written = memory.ram.get_host_address(GuestAddress(layout::GENERATION_ID))? as usize;
+    let mut entry = [0; ENTRY];
+    pagemap.read_exact_at(&mut entry, (written / PAGE).saturating_mul(ENTRY) as u64).map_err(ImageError::Pagemap)?;
+    if u64::from_le_bytes(entry) & PRESENT_OR_SWAPPED == 0 { Err(ImageError::NotOurs) } else { Ok(()) }
+}
+
 /// Writes pages but those of zeros; returns the bytes written.
 fn write_run(bytes: &[u8], to: &File, at: u64) -> Result<u64, ImageError> {
     let matter: Vec<bool> = bytes.chunks_exact(PAGE).map(|page| page != [0; PAGE]).collect();
@@ -100,12 +114,12 @@ fn runs(flags: &[bool]) -> Vec<std::ops::Range<usize>> {
 
 #[cfg(test)]
 mod tests {
-    use vm_memory::GuestAddress;
-
     use super::*;
+    use crate::generation;
     use crate::memory::{fresh, saved};
 
     fn image(memory: &Memory) -> (File, u64) {
+        generation::renew(&memory.ram).unwrap();
         let file = tempfile::tempfile().unwrap();
         let written = write(memory, &File::open("/proc/self/pagemap").unwrap(), &file).unwrap();
         (file, written)
@@ -124,7 +138,7 @@ mod tests {
         // Touched, and zeros.
         write(0x40_0000, 0);
         let (file, written) = image(&memory);
-        assert_eq!(written, 4 * 4096);
+        assert_eq!(written, 5 * 4096, "and the generation id");
         assert!(file.metadata().unwrap().blocks() * 512 < 1 << 20);
         let again = saved((3 << 30) + (64 << 20), &[file]).unwrap();
         let read = |at: u64| again.ram.read_obj::<u8>(GuestAddress(at)).unwrap();
@@ -159,5 +173,10 @@ mod tests {
         let memory = fresh(64 << 20).unwrap();
         let (empty, file) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
         assert!(matches!(write(&memory, &empty, &file), Err(ImageError::Pagemap(_))));
+        // As one of a process that has nothing where our guest's memory is.
+        empty.set_len(1 << 40).unwrap();
+        let error = write(&memory, &empty, &file).unwrap_err();
+        assert!(matches!(error, ImageError::NotOurs), "{error}");
+        assert_eq!(file.metadata().unwrap().len(), 0);
     }
 }
