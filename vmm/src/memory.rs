@@ -39,7 +39,7 @@ pub enum MemoryError {
     #[error("memory: {0} bytes are more than this host can address")]
     TooLarge(u64),
     /// There is not one image.
-    #[error("memory: {0} images, one over the other, are more than this version can go on from: it takes a flat one")]
+    #[error("memory: there are {0} images, and this version goes on from one, which is whole")]
     Images(usize),
     /// An image of another length.
     #[error("memory: the image has {found} bytes, and the machine {expected}")]
