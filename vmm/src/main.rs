@@ -32,9 +32,11 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     // The kernel would show the number of the descriptor that it was executed from.
     rustix::thread::set_name(c"vmm-start")?;
     confine(Program::Start)?;
-    // A client that is gone is an error of a write, and not our end.
-    // SAFETY: no other thread exists, and to ignore a signal runs no code.
-    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+    // A client that is gone is an error of a write, and not our end; so is a file that may not grow.
+    for signal in [libc::SIGPIPE, libc::SIGXFSZ] {
+        // SAFETY: no other thread exists, and to ignore a signal runs no code.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
     // SAFETY: nothing else in this process has opened or taken descriptor 3. If it is not open, or not a socket, the
     // first call on it fails.
     let control = ControlSocket::from_fd(unsafe { OwnedFd::from_raw_fd(CONTROL_FD) });

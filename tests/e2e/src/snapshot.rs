@@ -242,6 +242,11 @@ fn what_cannot_go_on_is_refused() {
     parts[3].set_len(100).unwrap();
     let broken = guest.vmm.save(&parts.iter().collect::<Vec<_>>()).unwrap_err();
     assert!(broken.contains("disk 0: layer 2"), "{broken}");
+    let parts = guest.save_parts(1);
+    guest.vmm.limit_files("1000000");
+    let large = guest.vmm.save(&parts.iter().collect::<Vec<_>>()).unwrap_err();
+    assert!(large.contains("memory file: File too large"), "{large}");
+    guest.vmm.limit_files("unlimited");
     guest.vmm.resume().unwrap();
     assert_eq!(guest.shell("whole", "echo whole > /whole; sync; cat /whole"), "whole\n");
 

@@ -126,6 +126,13 @@ impl Vmm {
         })
     }
 
+    /// Sets the length that files which it writes may have.
+    pub(crate) fn limit_files(&self, limit: &str) {
+        let pid = self.process.lock().unwrap().id().to_string();
+        let status = Command::new("prlimit").args(["--pid", &pid, &format!("--fsize={limit}")]).status().unwrap();
+        assert!(status.success());
+    }
+
     /// Whether the process ended by itself, and as it should.
     pub(crate) fn ended_well(&self) -> bool {
         self.process.lock().unwrap().wait().is_ok_and(|status| status.code() == Some(0))
