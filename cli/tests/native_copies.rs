@@ -47,7 +47,7 @@ impl Native {
         let agent = Command::new(program).arg("--serve").arg(&socket).arg(place.path("root")).spawn();
         let agent =
             agent.unwrap_or_else(|error| panic!("bulkhead-guest: {error}; build it first: cargo build -p guest"));
-        let welcome = Welcome { entropy: vec![7; 32], hostname: "box".into() };
+        let welcome = Welcome { epoch: 1, renew_identity: false, entropy: vec![7; 32], hostname: "box".into() };
         let connected =
             Agent::connect(Arc::new(Socket(socket)), &welcome, Instant::now() + Duration::from_secs(20)).unwrap();
         let listener = UnixListener::bind(run.join("ctl.sock")).unwrap();

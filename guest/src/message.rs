@@ -13,7 +13,7 @@ pub const VERSIONS: &[u32] = &[1];
 
 /// What this agent can do beyond the bare protocol version. A host checks here before it uses one.
 pub const CAPABILITIES: &[&str] =
-    &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image", "connect"];
+    &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image", "connect", "freeze"];
 
 /// Execs that exist at once, running or not yet released. More are refused.
 pub const MAX_EXECS: usize = 64;
@@ -130,15 +130,16 @@ pub struct Request {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Action {
-    /// Sets the clock, the host name and the random pool. The first request of a machine's life.
-    Welcome {
-        /// Wall clock, nanoseconds since 1970 UTC, read just before sending.
-        wall_clock: u64,
-        /// Fresh random bytes in hexadecimal, credited to the kernel's pool.
-        entropy: String,
-        /// Host name of the workload.
-        hostname: String,
+    /// Begins the first epoch of a machine that was booted. Its first request.
+    Welcome(Epoch),
+    /// Stops every process of the workload, until [`Action::Thaw`]. Answered when all have stopped; refused, with the
+    /// workload as it was, if one does not in time.
+    Freeze {
+        /// Milliseconds that they have.
+        patience_ms: u64,
     },
+    /// Begins another epoch, then lets the workload go on. If a step fails it stays frozen.
+    Thaw(Epoch),
     /// Starts something. Refused if the id is in use for another spec; done already if it is for the same.
     Exec(Box<ExecSpec>),
     /// Sends a signal.
@@ -176,6 +177,22 @@ pub enum Action {
         /// Milliseconds between SIGTERM and SIGKILL. 0: SIGKILL at once.
         grace_ms: u64,
     },
+}
+
+/// One stretch of a machine's life that nobody interrupted: from a boot, a resume, a restore or a fork on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Epoch {
+    /// Its number, greater than those before. The workload reads it in `/dev/bulkhead/epoch`.
+    pub number: u64,
+    /// Wall clock, nanoseconds since 1970 UTC, read just before sending.
+    pub wall_clock: u64,
+    /// Fresh random bytes in hexadecimal, credited to the kernel's pool.
+    pub entropy: String,
+    /// Host name of the workload.
+    pub hostname: String,
+    /// Whether this is a copy of another machine, and gets a machine-id and SSH host keys of its own.
+    pub renew_identity: bool,
 }
 
 /// Something to run in the workload's namespaces.
@@ -460,6 +477,8 @@ pub enum RefusalKind {
     BadOffset,
     /// The machine is powering off.
     Stopping,
+    /// The workload is stopped: nothing is started before it goes on.
+    Frozen,
     /// The kernel refused.
     Failed,
 }

@@ -121,6 +121,12 @@ impl Sender {
         Ok(Cursor { sent: offset, end_sent: false })
     }
 
+    /// For a stream whose first bytes another sender had: what is held, and was not offered to any connection yet,
+    /// begins at `offset`.
+    pub fn begin_at(&mut self, offset: u64) {
+        self.acked = offset;
+    }
+
     /// Bytes that were sent to this connection and not acknowledged.
     #[must_use]
     pub fn in_flight(&self, cursor: &Cursor) -> usize {

@@ -90,7 +90,7 @@ fn done(id: u64) -> Vec<u8> {
 
 fn connect(script: Script, connections: usize) -> Result<Agent, AgentError> {
     let dial = Arc::new(Line { script, left: AtomicUsize::new(connections) });
-    let welcome = Welcome { entropy: vec![1; 32], hostname: "box".into() };
+    let welcome = Welcome { epoch: 1, renew_identity: false, entropy: vec![1; 32], hostname: "box".into() };
     Agent::connect(dial, &welcome, Instant::now() + Duration::from_secs(2))
 }
 

@@ -122,7 +122,7 @@ impl Builder {
         let mut entropy = vec![0; 64];
         rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
             .map_err(|error| BuilderError::Broken(format!("getrandom: {error}")))?;
-        let welcome = Welcome { entropy, hostname: "builder".to_owned() };
+        let welcome = Welcome { epoch: 1, renew_identity: false, entropy, hostname: "builder".to_owned() };
         let deadline = Instant::now().checked_add(BOOT_PATIENCE).unwrap_or_else(Instant::now);
         match Agent::connect(self.vmm.dialler(), &welcome, deadline) {
             Ok(agent) => Ok(agent),

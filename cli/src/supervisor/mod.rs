@@ -261,6 +261,8 @@ impl<'a> Supervision<'a> {
         .map_err(|error| error.to_string())?;
 
         let welcome = Welcome {
+            epoch: 1,
+            renew_identity: false,
             entropy: entropy().map_err(|error| format!("getrandom: {error}"))?,
             hostname: spec.name.clone().unwrap_or_else(|| spec.id.clone()),
         };

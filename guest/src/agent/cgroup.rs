@@ -111,6 +111,34 @@ impl Cgroup {
         }
     }
 
+    /// Stops everything in it, or lets it go on.
+    pub(super) fn freeze(&self, frozen: bool) -> io::Result<()> {
+        fs::write(self.path.join("cgroup.freeze"), if frozen { "1" } else { "0" })
+    }
+
+    /// Whether everything in it has stopped.
+    pub(super) fn is_frozen(&self) -> bool {
+        has_event(&self.path, "frozen 1")
+    }
+
+    /// A process in it that waits in the kernel, where nothing stops it.
+    pub(super) fn busy(&self) -> Option<String> {
+        let mut waiting = vec![self.path.clone()];
+        while let Some(cgroup) = waiting.pop() {
+            let processes = fs::read_to_string(cgroup.join("cgroup.threads")).unwrap_or_default();
+            for id in processes.lines() {
+                let status = fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
+                let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+                if field("State:").is_some_and(|state| state.starts_with('D')) {
+                    return Some(format!("process {id} ({})", field("Name:").unwrap_or_default()));
+                }
+            }
+            let entries = fs::read_dir(&cgroup).into_iter().flatten().flatten();
+            waiting.extend(entries.map(|e| e.path()).filter(|p| p.is_dir()));
+        }
+        None
+    }
+
     /// Whether any process but PID 1 lives.
     pub(super) fn populated(&self) -> bool {
         self.children().iter().any(|child| populated(child))
@@ -146,7 +174,11 @@ pub(super) fn kill(cgroup: &Path) {
 }
 
 pub(super) fn populated(cgroup: &Path) -> bool {
-    fs::read_to_string(cgroup.join("cgroup.events")).is_ok_and(|events| events.lines().any(|l| l == "populated 1"))
+    has_event(cgroup, "populated 1")
+}
+
+fn has_event(cgroup: &Path, event: &str) -> bool {
+    fs::read_to_string(cgroup.join("cgroup.events")).is_ok_and(|events| events.lines().any(|line| line == event))
 }
 
 /// Times that the kernel killed something in it for want of memory.

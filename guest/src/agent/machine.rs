@@ -6,7 +6,7 @@ use super::{
     workload::{Root, Workload, standard_descriptors},
 };
 use crate::{
-    message::{AGENT_PORT, MAX_ENTROPY, MAX_HOSTNAME},
+    message::{AGENT_PORT, Epoch, MAX_ENTROPY, MAX_HOSTNAME},
     sys,
 };
 use rustix::{
@@ -34,6 +34,9 @@ const MODULES: &str = "BULKHEAD_MODULES";
 
 /// Where the machine's cgroups are mounted, out of the workload's sight.
 const CGROUPS: &str = "/cgroup";
+
+/// Where the workload reads the number of its epoch.
+const EPOCH: &str = "/dev/bulkhead/epoch";
 
 /// Modules to load, one file name a line, in this order; beside the files.
 const ORDER: &str = "/modules/order";
@@ -159,8 +162,9 @@ fn note(text: &str) {
     }
 }
 
-/// What the host tells a machine first. The clock and the pool are only touched if the machine is ours.
-pub(super) fn welcome(ours: bool, wall_clock: u64, entropy: &str, hostname: &str) -> Result<(), String> {
+/// Takes on what each epoch brings. The pool, the clock and the devices are only touched if the machine is ours.
+pub(super) fn begin(ours: bool, epoch: &Epoch) -> Result<(), String> {
+    let Epoch { number, wall_clock, entropy, hostname, .. } = epoch;
     let entropy = from_hex(entropy).ok_or("entropy: not hexadecimal, or too long")?;
     if hostname.len() > MAX_HOSTNAME || hostname.is_empty() {
         return Err(format!("host name {hostname:?}: must have 1 to {MAX_HOSTNAME} bytes"));
@@ -169,13 +173,26 @@ pub(super) fn welcome(ours: bool, wall_clock: u64, entropy: &str, hostname: &str
     if !ours {
         return Ok(());
     }
+    let random = File::open("/dev/urandom").and_then(|file| sys::add_entropy(&file, &entropy));
+    random.map_err(|error| format!("entropy: {error}"))?;
     const SECOND: u64 = 1_000_000_000;
-    let seconds = i64::try_from(wall_clock / SECOND).map_err(|_| "wall clock: out of range")?;
-    let nanoseconds = i64::try_from(wall_clock % SECOND).map_err(|_| "wall clock: out of range")?;
+    let seconds = i64::try_from(*wall_clock / SECOND).map_err(|_| "wall clock: out of range")?;
+    let nanoseconds = i64::try_from(*wall_clock % SECOND).map_err(|_| "wall clock: out of range")?;
     clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: nanoseconds })
         .map_err(|error| format!("wall clock: {error}"))?;
-    let random = File::open("/dev/urandom").and_then(|file| sys::add_entropy(&file, &entropy));
-    random.map_err(|error| format!("entropy: {error}"))
+    tell_epoch(*number).map_err(|error| format!("{EPOCH}: {error}"))
+}
+
+/// Tells the workload, which has the same `/dev`: who keeps random numbers or tokens in memory can see that it is
+/// time for others.
+fn tell_epoch(number: u64) -> io::Result<()> {
+    let path = Path::new(EPOCH);
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory)?;
+    }
+    let new = path.with_extension("new");
+    fs::write(&new, format!("{number}\n"))?;
+    fs::rename(new, path)
 }
 
 fn from_hex(text: &str) -> Option<Vec<u8>> {

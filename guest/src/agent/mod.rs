@@ -5,6 +5,8 @@ mod child;
 mod connect;
 mod connection;
 mod exec;
+mod gate;
+mod identity;
 mod image;
 mod machine;
 mod modprobe;

@@ -4,7 +4,7 @@ use super::{
     cgroup,
     connection::{Connection, Role, refusal},
     exec::{Exec, Input, State},
-    machine,
+    gate::Asked,
     server::{Job, Server},
 };
 use crate::{
@@ -102,9 +102,9 @@ impl Server {
     fn act(&mut self, connection: u64, request: u64, action: Action) -> Answer {
         let unknown = |exec: &str| Err(refusal(RefusalKind::UnknownExec, format!("no exec {exec:?}")));
         let outcome = match action {
-            Action::Welcome { wall_clock, entropy, hostname } => {
-                machine::welcome(self.marks.enabled, wall_clock, &entropy, &hostname)
-                    .map_err(|why| refusal(RefusalKind::Failed, why))
+            Action::Welcome(epoch) | Action::Thaw(epoch) => return self.begin(Asked { connection, request }, &epoch),
+            Action::Freeze { patience_ms } => {
+                return self.freeze(Asked { connection, request }, Duration::from_millis(patience_ms));
             }
             Action::Exec(spec) => self.exec(*spec),
             Action::Signal { exec, signal, whole } => match (self.execs.get_mut(&exec), sys::signal(signal)) {
@@ -158,6 +158,9 @@ impl Server {
         if self.stopping.is_some() {
             return Err(refusal(RefusalKind::Stopping, "the machine is powering off"));
         }
+        if self.gate.is_closed() {
+            return Err(refusal(RefusalKind::Frozen, "the workload is stopped; it goes on in another epoch"));
+        }
         if self.execs.len() >= MAX_EXECS {
             return Err(refusal(RefusalKind::TooMany, format!("{MAX_EXECS} execs exist; release some")));
         }
@@ -169,6 +172,8 @@ impl Server {
     }
 
     fn begin_stop(&mut self, grace: Duration) {
+        // Nothing of a workload that is stopped runs again, not even to hear that it is to end.
+        let grace = if self.gate.is_closed() { Duration::ZERO } else { grace };
         let at = Instant::now().checked_add(grace).unwrap_or_else(Instant::now);
         if self.stopping.is_none() && !grace.is_zero() {
             match &self.workload.cgroup {
@@ -180,7 +185,7 @@ impl Server {
     }
 }
 
-enum Answer {
+pub(super) enum Answer {
     Now(Option<Refusal>),
     Later,
 }

@@ -4,6 +4,7 @@
 use super::{
     connection::{Connection, Role},
     exec::{Exec, Output, State},
+    gate::Gate,
     requests::Received,
     workload::{self, Workload},
 };
@@ -37,7 +38,7 @@ const MAX_DRAINS: usize = 256;
 const TOTAL_WINDOW: usize = 8 * 1024 * 1024;
 const SMALL_WINDOW: usize = TOTAL_WINDOW / (2 * MAX_EXECS);
 
-/// Between two looks at whether a workload that was asked to end has.
+/// Between two looks at whether a workload that was asked to end, or to stop, has.
 const STOP_TICK: Duration = Duration::from_millis(5);
 
 /// The agent, once its machine is set up.
@@ -56,6 +57,7 @@ pub(super) struct Server {
     pub(super) next_connection: u64,
     /// When the workload's time to end by itself is over.
     pub(super) stopping: Option<Instant>,
+    pub(super) gate: Gate,
     pub(super) marks: Marks,
 }
 
@@ -79,6 +81,7 @@ pub(super) struct Marks {
 enum Source {
     Listener,
     Workload,
+    Renewal,
     Connection(u64),
     Process(String),
     Stream(String, Stream),
@@ -98,6 +101,7 @@ impl Server {
             leftovers: Vec::new(),
             next_connection: 0,
             stopping: None,
+            gate: Gate::default(),
             marks: Marks { enabled: marks, ..Marks::default() },
         }
     }
@@ -157,6 +161,9 @@ impl Server {
         if let workload::State::Preparing(report) = &self.workload.state {
             list.push((report.as_fd(), PollFlags::IN, Source::Workload));
         }
+        if let Some(renewal) = self.gate.renewal() {
+            list.push((renewal.report(), PollFlags::IN, Source::Renewal));
+        }
         for (at, job) in self.jobs.iter().enumerate() {
             list.push((job.pidfd.as_fd(), PollFlags::IN, Source::Job(at)));
         }
@@ -192,13 +199,16 @@ impl Server {
         let window = self.window();
         let outputs = self.execs.values().flat_map(|exec| [&exec.stdout, &exec.stderr]);
         let streams = outputs.filter(|output| output.wants(window)).filter_map(|output| output.until);
-        streams.chain(self.stopping.and_then(|_| Instant::now().checked_add(STOP_TICK))).min()
+        let ticks = self.stopping.is_some() || self.gate.is_freezing();
+        streams.chain(ticks.then(|| Instant::now().checked_add(STOP_TICK)).flatten()).min()
     }
 
     fn handle(&mut self, source: &Source, flags: PollFlags, buffer: &mut [u8]) {
         match source {
             Source::Listener => self.accept(),
             Source::Workload => self.workload.progress(),
+            // Looked at when all is settled.
+            Source::Renewal => {}
             Source::Connection(id) => self.serve(*id, flags, buffer),
             Source::Process(id) => {
                 if let Some(exec) = self.execs.get_mut(id) {
@@ -295,6 +305,7 @@ impl Server {
 
     /// Brings everything that follows from what has happened: starts, ends, frames on their way.
     fn settle(&mut self) {
+        self.settle_gate();
         let window = self.window();
         let now = Instant::now();
         let mut ended = Vec::new();

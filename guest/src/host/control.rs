@@ -11,7 +11,8 @@ use super::{
 use crate::{
     frame::{self, MAX_REQUEST},
     message::{
-        About, Action, ExitRecord, FromAgent, Opening, Refusal, RefusalKind, Request, Stream, VERSIONS, printable,
+        About, Action, Epoch, ExitRecord, FromAgent, Opening, Refusal, RefusalKind, Request, Stream, VERSIONS,
+        printable,
     },
 };
 use std::{
@@ -104,6 +105,15 @@ impl Control {
 
     /// Sends a request and waits for its answer, over as many connections as it takes.
     pub(super) fn call(&self, action: Action) -> Result<(), AgentError> {
+        self.call_until(action, None)
+    }
+
+    /// The same, for an answer that must come in time. One that does not may have been acted upon.
+    pub(super) fn call_within(&self, action: Action, patience: Duration) -> Result<(), AgentError> {
+        self.call_until(action, Instant::now().checked_add(patience))
+    }
+
+    fn call_until(&self, action: Action, deadline: Option<Instant>) -> Result<(), AgentError> {
         let id = self.0.submit(action, true)?;
         let mut state = locked(&self.0.state);
         loop {
@@ -118,7 +128,18 @@ impl Control {
                 state.requests.remove(&id);
                 return Err(error);
             }
-            state = self.0.wait(state);
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                state.requests.remove(&id);
+                return Err(AgentError::Late("it was asked, and does not answer".into()));
+            }
+            state = match left {
+                Some(left) => {
+                    let waited = self.0.changed.wait_timeout(state, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.0.wait(state),
+            };
         }
     }
 
@@ -325,12 +346,14 @@ fn greet(dial: &dyn Dial, deadline: Instant) -> Result<(Link, About), AgentError
     }
 }
 
-pub(super) fn welcome(welcome: &Welcome) -> Action {
+pub(super) fn epoch(welcome: &Welcome) -> Epoch {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    Action::Welcome {
+    Epoch {
+        number: welcome.epoch,
         wall_clock: u64::try_from(now.as_nanos()).unwrap_or(u64::MAX),
         entropy: welcome.entropy.iter().map(|byte| format!("{byte:02x}")).collect(),
         hostname: welcome.hostname.clone(),
+        renew_identity: welcome.renew_identity,
     }
 }
 

@@ -33,16 +33,19 @@ struct Shared {
 #[derive(Default)]
 struct State {
     sender: Sender,
+    /// Whether the offset of its first byte is known.
+    begun: bool,
     /// Set by the relay when it is done: the bytes that were accepted, or why not.
     outcome: Option<Result<u64, AgentError>>,
     /// Set by the caller's side when the source failed.
     abandoned: bool,
 }
 
-pub(super) fn copy(control: &Control, exec: &str, from: &mut dyn Read) -> Result<u64, AgentError> {
+/// `attached`: somebody else had the stream before, and where it goes on is what the agent says.
+pub(super) fn copy(control: &Control, exec: &str, attached: bool, from: &mut dyn Read) -> Result<u64, AgentError> {
     let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(io::Error::from);
     let shared = Shared {
-        state: Mutex::new(State::default()),
+        state: Mutex::new(State { begun: !attached, ..State::default() }),
         moved: Condvar::new(),
         wake: wake.map_err(AgentError::Connection)?,
     };
@@ -194,7 +197,12 @@ fn take(link: &mut Link, shared: &Shared) -> Result<Option<u64>, AgentError> {
 }
 
 fn attach(shared: &Shared, offset: u64) -> Result<Cursor, AgentError> {
-    let cursor = locked(&shared.state).sender.attach(offset)?;
+    let mut state = locked(&shared.state);
+    if !std::mem::replace(&mut state.begun, true) {
+        state.sender.begin_at(offset);
+    }
+    let cursor = state.sender.attach(offset)?;
+    drop(state);
     shared.moved.notify_all();
     Ok(cursor)
 }

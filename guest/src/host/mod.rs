@@ -8,7 +8,7 @@
 //! use guest::{host::{Agent, Dial, Welcome}, message::ExecSpec};
 //! use std::{sync::Arc, time::{Duration, Instant}};
 //! fn run(dial: Arc<dyn Dial>) -> Result<u8, guest::host::AgentError> {
-//!     let welcome = Welcome { entropy: vec![0; 32], hostname: "box".into() };
+//!     let welcome = Welcome { epoch: 1, renew_identity: false, entropy: vec![0; 32], hostname: "box".into() };
 //!     let agent = Agent::connect(dial, &welcome, Instant::now() + Duration::from_secs(60))?;
 //!     let exec = agent.exec(ExecSpec::command("main", vec!["uname".into(), "-a".into()]))?;
 //!     exec.copy_stdout(&mut std::io::stdout())?;
@@ -31,9 +31,15 @@ use control::Control;
 use std::{
     io::{self, Read, Write},
     os::unix::net::UnixStream,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::{Duration, Instant},
 };
+
+/// How long an agent may take to answer, beyond the time that what it was asked for may take.
+const ANSWER: Duration = Duration::from_secs(5);
 
 /// Makes connections to the guest.
 pub trait Dial: Send + Sync {
@@ -45,9 +51,13 @@ pub trait Dial: Send + Sync {
     fn dial(&self, port: u32) -> io::Result<UnixStream>;
 }
 
-/// What a machine is told before anything runs in it. The wall clock is read when it is sent.
+/// What a machine is told before anything runs in it, or goes on. The wall clock is read when it is sent.
 #[derive(Clone)]
 pub struct Welcome {
+    /// The number of the epoch that begins, greater than those before.
+    pub epoch: u64,
+    /// Whether the machine is a copy of another one, and gets a machine-id and SSH host keys of its own.
+    pub renew_identity: bool,
     /// Fresh random bytes for the guest's pool, 32 to [`MAX_ENTROPY`](crate::message::MAX_ENTROPY).
     pub entropy: Vec<u8>,
     /// Host name of the workload.
@@ -56,7 +66,7 @@ pub struct Welcome {
 
 impl std::fmt::Debug for Welcome {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Welcome").field("hostname", &self.hostname).finish_non_exhaustive()
+        f.debug_struct("Welcome").field("epoch", &self.epoch).field("hostname", &self.hostname).finish_non_exhaustive()
     }
 }
 
@@ -76,8 +86,20 @@ impl Agent {
     pub fn connect(dial: Arc<dyn Dial>, welcome: &Welcome, deadline: Instant) -> Result<Agent, AgentError> {
         let (control, about) = Control::connect(dial, deadline)?;
         let agent = Agent { control, about: Arc::new(about) };
-        agent.control.call(control::welcome(welcome))?;
+        agent.control.call(Action::Welcome(control::epoch(welcome)))?;
         Ok(agent)
+    }
+
+    /// Stops every process of the workload. If one does not stop within `patience`, the workload goes on, and the
+    /// error names it.
+    ///
+    /// # Errors
+    /// A process did not stop, the agent cannot do it, it did not answer ([`AgentError::Late`]: the workload may be
+    /// stopped), or the machine is gone.
+    pub fn freeze(&self, patience: Duration) -> Result<Frozen, AgentError> {
+        let action = Action::Freeze { patience_ms: u64::try_from(patience.as_millis()).unwrap_or(u64::MAX) };
+        self.control.call_within(action, patience.saturating_add(ANSWER))?;
+        Ok(Frozen(self.clone()))
     }
 
     /// Versions, capabilities, kernel, memory: as the agent said at the first connection.
@@ -99,7 +121,7 @@ impl Agent {
             self.control.drop_record(&id);
             return Err(error);
         }
-        Ok(Exec { control: Arc::clone(&self.control), id })
+        Ok(Exec::new(&self.control, id, false))
     }
 
     /// An exec that another client of the agent started, by its id. Its streams begin at the oldest byte that nobody
@@ -116,7 +138,7 @@ impl Agent {
             self.control.drop_record(id);
             return Err(error);
         }
-        Ok(Exec { control: Arc::clone(&self.control), id: id.to_owned() })
+        Ok(Exec::new(&self.control, id.to_owned(), true))
     }
 
     /// Ends the workload (SIGTERM, then SIGKILL after `grace`; at once if it is zero), unmounts and powers off.
@@ -137,6 +159,31 @@ impl Agent {
     }
 }
 
+/// A machine whose workload is stopped: after [`Agent::freeze`], or because it was restored. Nothing can be done with it
+/// before it has begun another epoch.
+#[derive(Debug)]
+pub struct Frozen(Agent);
+
+impl Frozen {
+    /// Connects to a machine that was restored with its workload stopped, trying every 100 ms until the agent answers.
+    ///
+    /// # Errors
+    /// As [`Agent::connect`].
+    pub fn connect(dial: Arc<dyn Dial>, deadline: Instant) -> Result<Frozen, AgentError> {
+        let (control, about) = Control::connect(dial, deadline)?;
+        Ok(Frozen(Agent { control, about: Arc::new(about) }))
+    }
+
+    /// Begins another epoch, and lets the workload go on in it.
+    ///
+    /// # Errors
+    /// A step failed, and the workload is still stopped; the agent did not answer within `patience`; the machine is gone.
+    pub fn thaw(&self, welcome: &Welcome, patience: Duration) -> Result<Agent, AgentError> {
+        self.0.control.call_within(Action::Thaw(control::epoch(welcome)), patience)?;
+        Ok(self.0.clone())
+    }
+}
+
 /// One command in the machine. Dropping it tells the agent to forget it, which a command that still runs survives:
 /// signal it first, and wait. The pumps block, and are meant to be called each from a thread of its own; they outlive
 /// connection resets without losing or doubling a byte.
@@ -144,9 +191,25 @@ impl Agent {
 pub struct Exec {
     control: Arc<Control>,
     id: String,
+    /// Whether another client started it.
+    attached: bool,
+    /// Bytes of its output that were passed on.
+    stdout: AtomicU64,
+    stderr: AtomicU64,
 }
 
 impl Exec {
+    fn new(control: &Arc<Control>, id: String, attached: bool) -> Exec {
+        let (stdout, stderr) = (AtomicU64::new(0), AtomicU64::new(0));
+        Exec { control: Arc::clone(control), id, attached, stdout, stderr }
+    }
+
+    /// Bytes of output and of error output that were passed on: where another client is to go on.
+    #[must_use]
+    pub fn passed(&self) -> (u64, u64) {
+        (self.stdout.load(Ordering::Acquire), self.stderr.load(Ordering::Acquire))
+    }
+
     /// Its id.
     #[must_use]
     pub fn id(&self) -> &str {
@@ -162,7 +225,7 @@ impl Exec {
     /// # Errors
     /// `from` failed, the exec has no input stream, or the machine is gone.
     pub fn copy_stdin(&self, from: &mut dyn Read) -> Result<u64, AgentError> {
-        input::copy(&self.control, &self.id, from)
+        input::copy(&self.control, &self.id, self.attached, from)
     }
 
     /// Copies the command's output until its announced end; returns its length.
@@ -170,7 +233,7 @@ impl Exec {
     /// # Errors
     /// `to` failed, or the machine is gone.
     pub fn copy_stdout(&self, to: &mut dyn Write) -> Result<u64, AgentError> {
-        output::copy(&self.control, &self.id, Stream::Stdout, 0, to)
+        output::copy(&self.control, &self.id, Stream::Stdout, 0, to, &self.stdout)
     }
 
     /// As [`Exec::copy_stdout`], for a caller that has the first `have` bytes from an earlier connection.
@@ -178,7 +241,7 @@ impl Exec {
     /// # Errors
     /// As there, or the agent does not hold the bytes that follow.
     pub fn copy_stdout_from(&self, have: u64, to: &mut dyn Write) -> Result<u64, AgentError> {
-        output::copy(&self.control, &self.id, Stream::Stdout, have, to)
+        output::copy(&self.control, &self.id, Stream::Stdout, have, to, &self.stdout)
     }
 
     /// Copies the command's error output until its announced end, which comes at once with a terminal.
@@ -186,7 +249,7 @@ impl Exec {
     /// # Errors
     /// As [`Exec::copy_stdout`].
     pub fn copy_stderr(&self, to: &mut dyn Write) -> Result<u64, AgentError> {
-        output::copy(&self.control, &self.id, Stream::Stderr, 0, to)
+        output::copy(&self.control, &self.id, Stream::Stderr, 0, to, &self.stderr)
     }
 
     /// As [`Exec::copy_stdout_from`], of the error output.
@@ -194,7 +257,7 @@ impl Exec {
     /// # Errors
     /// As there.
     pub fn copy_stderr_from(&self, have: u64, to: &mut dyn Write) -> Result<u64, AgentError> {
-        output::copy(&self.control, &self.id, Stream::Stderr, have, to)
+        output::copy(&self.control, &self.id, Stream::Stderr, have, to, &self.stderr)
     }
 
     /// Waits for the command to end.

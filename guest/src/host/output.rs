@@ -8,7 +8,10 @@ use super::{
     link::{Attached, Backoff, Incoming, Link},
 };
 use crate::{message::Stream, window::Receiver};
-use std::io::Write;
+use std::{
+    io::Write,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 pub(super) fn copy(
     control: &Control,
@@ -16,12 +19,14 @@ pub(super) fn copy(
     stream: Stream,
     have: u64,
     to: &mut dyn Write,
+    passed: &AtomicU64,
 ) -> Result<u64, AgentError> {
+    passed.store(have, Ordering::Release);
     let mut receiver = Receiver::starting_at(have);
     let mut backoff = Backoff::new();
     loop {
         let before = receiver.have();
-        match serve(control, exec, stream, &mut receiver, to) {
+        match serve(control, exec, stream, &mut receiver, to, passed) {
             Ok(()) => return Ok(receiver.have()),
             Err(error) if !control.worth_retrying(&error) => return Err(error),
             Err(_) => {}
@@ -40,6 +45,7 @@ fn serve(
     stream: Stream,
     receiver: &mut Receiver,
     to: &mut dyn Write,
+    passed: &AtomicU64,
 ) -> Result<(), AgentError> {
     let opening = control.opening(exec, stream, receiver.have());
     let (mut link, attached) = Link::attach(control.dial(), &opening)?;
@@ -52,6 +58,7 @@ fn serve(
             Incoming::Data { offset, bytes } => {
                 receiver.data(offset, &bytes)?;
                 to.write_all(&bytes).and_then(|()| to.flush()).map_err(AgentError::Sink)?;
+                passed.store(receiver.have(), Ordering::Release);
                 link.ack(receiver.have())?;
             }
             Incoming::End(total) => {

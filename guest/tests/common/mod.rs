@@ -59,7 +59,7 @@ impl Machine {
 
     pub fn agent(&self) -> Agent {
         let dial: Arc<dyn Dial> = Arc::clone(&self.dial) as _;
-        let welcome = Welcome { entropy: vec![7; 32], hostname: "box".into() };
+        let welcome = Welcome { epoch: 1, renew_identity: false, entropy: vec![7; 32], hostname: "box".into() };
         Agent::connect(dial, &welcome, Instant::now() + Duration::from_secs(20)).expect("connect to the agent")
     }
 

@@ -100,7 +100,7 @@ impl Guest {
         let vmm = Arc::new(Vmm::start(machine_config(recipe, 1), &parts.iter().collect::<Vec<_>>()).unwrap());
         let connections = Arc::default();
         let dialer = Arc::new(Dialer { vmm: Mutex::new(vmm.clone()), connections: Arc::clone(&connections) });
-        let welcome = Welcome { entropy: vec![7; 32], hostname: "test".into() };
+        let welcome = Welcome { epoch: 1, renew_identity: false, entropy: vec![7; 32], hostname: "test".into() };
         let agent = Agent::connect(dialer.clone(), &welcome, Instant::now() + Duration::from_secs(120)).unwrap();
         Self { vmm, agent, connections, files, recipe: recipe.clone(), dialer, _other_end: other_end }
     }
