@@ -3,3 +3,5 @@
 #![forbid(unsafe_code)]
 
 pub mod disk;
+#[cfg(feature = "store")]
+pub mod store;

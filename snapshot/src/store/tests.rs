@@ -1,0 +1,198 @@
+//! Snapshots of made-up files.
+
+use std::os::unix::fs::FileExt;
+
+use super::*;
+
+const SIZE: u64 = 16 << 20;
+
+fn home() -> (tempfile::TempDir, Snapshots) {
+    let home = tempfile::tempdir().unwrap();
+    let snapshots = Snapshots::open(home.path()).unwrap();
+    (home, snapshots)
+}
+
+fn meta(layers: &[&str]) -> Meta {
+    Meta {
+        created: "2026-12-01T00:00:00.000Z".into(),
+        kind: Kind::Full,
+        origin: "8fc20000".into(),
+        epoch: 1,
+        image: "busybox".into(),
+        layers: layers.iter().map(|id| (*id).to_owned()).collect(),
+        disk_bytes: SIZE,
+        memory_bytes: SIZE,
+        vcpus: 1,
+    }
+}
+
+/// A snapshot with a memory of holes and two pieces.
+fn make(snapshots: &Snapshots, name: Option<&str>, layers: &[&str]) -> Snapshot {
+    let pending = snapshots.begin(name).unwrap();
+    let memory = pending.create("memory").unwrap();
+    memory.set_len(SIZE).unwrap();
+    memory.write_all_at(b"first", 4096).unwrap();
+    memory.write_all_at(b"second", SIZE - 4096).unwrap();
+    for file in ["state", "disk.data", "disk.map", "net.json", "spec.json", "streams.json"] {
+        pending.write(file, file.as_bytes()).unwrap();
+    }
+    pending.publish(meta(layers)).unwrap()
+}
+
+fn never(_: u64) {}
+
+fn write(snapshot: &Snapshot, file: &str, bytes: &[u8], at: u64) {
+    OpenOptions::new().write(true).open(snapshot.path(file)).unwrap().write_all_at(bytes, at).unwrap();
+}
+
+#[test]
+fn a_snapshot_is_there_when_it_was_published_and_not_before() {
+    let (_home, snapshots) = home();
+    let pending = snapshots.begin(Some("one")).unwrap();
+    pending.write("state", b"x").unwrap();
+    assert!(snapshots.list().unwrap().is_empty());
+    drop(pending);
+    assert_eq!(names(&snapshots.directory).unwrap(), Vec::<String>::new());
+
+    let made = make(&snapshots, Some("one"), &[]);
+    assert_eq!(made.status(), Status::Sealing);
+    for given in [made.id(), &made.id()[..6], "one"] {
+        assert_eq!(snapshots.find(given).unwrap().id(), made.id());
+    }
+    assert!(matches!(snapshots.begin(Some("one")), Err(StoreError::NameTaken { .. })));
+    assert!(matches!(snapshots.find("two"), Err(StoreError::Unknown(_))));
+    made.seal(&mut never).unwrap();
+    assert_eq!(snapshots.find("one").unwrap().status(), Status::Sealed);
+}
+
+#[test]
+fn each_file_is_hashed_once_and_again_when_it_changed() {
+    let (_home, snapshots) = home();
+    let made = make(&snapshots, None, &[]);
+    let mut read = 0;
+    made.seal(&mut |bytes| read += bytes).unwrap();
+    assert!(read > 0 && read < SIZE, "holes are not read: {read}");
+    let sealed = snapshots.find(made.id()).unwrap();
+    let hashed = |depth| {
+        let mut read = 0;
+        sealed.verify(depth, &mut |bytes| read += bytes).map(|()| read)
+    };
+    assert_eq!(hashed(Depth::IfNeeded).unwrap(), 0);
+    assert_eq!(hashed(Depth::Always).unwrap(), read);
+    // The same bytes, written again, are another file as far as one can see.
+    write(&sealed, "memory", b"first", 4096);
+    assert_eq!(hashed(Depth::IfNeeded).unwrap(), read);
+    assert_eq!(hashed(Depth::IfNeeded).unwrap(), 0);
+    // Zeros where there was a hole are the same content.
+    write(&sealed, "memory", &[0; 8192], 1 << 20);
+    hashed(Depth::IfNeeded).unwrap();
+    write(&sealed, "memory", b"x", 5 << 20);
+    let error = hashed(Depth::IfNeeded).unwrap_err().to_string();
+    assert!(error.contains("memory: what lies in the 4194304 bytes from 4194304"), "{error}");
+    write(&sealed, "memory", &[0], 5 << 20);
+    write(&sealed, "memory", b"F", 4096);
+    let error = hashed(Depth::Always).unwrap_err().to_string();
+    assert!(error.contains("from 0 is not what was saved"), "{error}");
+}
+
+#[test]
+fn every_file_counts_and_so_do_those_below() {
+    for file in manifest::FULL {
+        for (how, damage) in [
+            ("removed", (|path: &Path| std::fs::remove_file(path).unwrap()) as fn(&Path)),
+            ("cut", |path| OpenOptions::new().write(true).open(path).unwrap().set_len(1).unwrap()),
+            ("a link", |path| {
+                std::fs::rename(path, path.with_extension("moved")).unwrap();
+                std::os::unix::fs::symlink(path.with_extension("moved"), path).unwrap();
+            }),
+            ("a directory", |path| {
+                std::fs::remove_file(path).unwrap();
+                std::fs::create_dir(path).unwrap();
+            }),
+        ] {
+            let (_home, snapshots) = home();
+            let below = make(&snapshots, None, &[]);
+            below.seal(&mut never).unwrap();
+            let above = make(&snapshots, None, &[below.id()]);
+            above.seal(&mut never).unwrap();
+            let above = snapshots.find(above.id()).unwrap();
+            above.verify(Depth::IfNeeded, &mut never).unwrap();
+            damage(&below.path(file));
+            let error = above.verify(Depth::IfNeeded, &mut never).unwrap_err().to_string();
+            assert!(error.contains(below.id()) && error.contains(file), "{file} {how}: {error}");
+        }
+    }
+}
+
+#[test]
+fn what_others_stand_on_is_not_removed() {
+    let (home, snapshots) = home();
+    let below = make(&snapshots, None, &[]);
+    let above = make(&snapshots, None, &[below.id()]);
+    let run = home.path().join("runs/8fc20000");
+    std::fs::create_dir_all(run.join("disk")).unwrap();
+    let chain = Chain { layers: vec![ChainLayer::Snapshot(above.id().to_owned()), ChainLayer::Own("1".into())] };
+    chain.write(&run.join(Chain::PLACE)).unwrap();
+    assert_eq!(Chain::read(&run.join(Chain::PLACE)).unwrap(), chain);
+    assert_eq!(snapshots.dependents(below.id()).unwrap(), [Dependent::Snapshot(above.id().to_owned())]);
+    assert_eq!(snapshots.dependents(above.id()).unwrap(), [Dependent::Run("8fc20000".into())]);
+    for id in [below.id(), above.id()] {
+        assert!(matches!(snapshots.remove(id), Err(StoreError::InUse { .. })));
+    }
+    // A run whose chain cannot be read may stand on anything.
+    std::fs::write(run.join(Chain::PLACE), "{").unwrap();
+    assert!(matches!(snapshots.remove(above.id()), Err(StoreError::Chain { .. })));
+    std::fs::remove_dir_all(home.path().join("runs")).unwrap();
+    snapshots.remove(above.id()).unwrap();
+    snapshots.remove(below.id()).unwrap();
+    assert!(matches!(snapshots.remove(below.id()), Err(StoreError::Unknown(_))));
+    assert!(names(&snapshots.directory).unwrap().is_empty());
+}
+
+#[test]
+fn what_died_in_the_middle_goes_and_nothing_else() {
+    let (_home, snapshots) = home();
+    let made = make(&snapshots, None, &[]);
+    let pending = snapshots.begin(None).unwrap();
+    for leftover in [".tmp-0123456789abcdef", ".gone-0123456789abcdef"] {
+        std::fs::create_dir(snapshots.directory.join(leftover)).unwrap();
+    }
+    snapshots.sweep().unwrap();
+    let mut left = names(&snapshots.directory).unwrap();
+    left.sort();
+    assert_eq!(left, [format!(".tmp-{}", pending.id()), made.id().to_owned()]);
+}
+
+#[test]
+fn a_manifest_is_not_believed() {
+    let (_home, snapshots) = home();
+    let made = make(&snapshots, None, &[]);
+    made.seal(&mut never).unwrap();
+    let path = made.path(Snapshot::MANIFEST);
+    let good = std::fs::read_to_string(&path).unwrap();
+    let other = "0123456789abcdef";
+    for (what, bad) in [
+        ("another id", good.replace(made.id(), other)),
+        ("another version", good.replace("\"version\": 1", "\"version\": 2")),
+        ("a path", good.replace("\"name\": \"state\"", "\"name\": \"../state\"")),
+        ("a missing file", good.replacen("\"name\": \"memory\"", "\"name\": \"state\"", 1)),
+        ("a layer that is a path", good.replace("\"layers\": []", "\"layers\": [\"../../etc\"]")),
+        ("a memory of another size", good.replace("\"memory_bytes\": 16777216", "\"memory_bytes\": 1")),
+        ("an unknown field", good.replacen('{', "{\"more\": 1,", 1)),
+        ("too much", format!("{good}{}", " ".repeat(70_000))),
+        ("nothing", String::new()),
+    ] {
+        std::fs::write(&path, bad).unwrap();
+        let error = snapshots.find(made.id()).unwrap_err().to_string();
+        assert!(error.contains(made.id()) && error.contains("manifest.json"), "{what}: {error}");
+    }
+    // Of an earlier life of the host, and never sealed.
+    let unsealed = made.manifest().boot.clone();
+    let mut old = made.manifest().clone();
+    old.boot = "another".into();
+    std::fs::write(&path, serde_json::to_vec(&old).unwrap()).unwrap();
+    let found = snapshots.find(made.id()).unwrap();
+    assert_eq!(found.status(), Status::NeverSealed);
+    assert!(matches!(found.verify(Depth::IfNeeded, &mut never), Err(StoreError::NeverSealed { .. })));
+    assert!(!unsealed.is_empty());
+}
