@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{completion, cp, doctor, exec, inspect, list, policy, rm, run};
+use crate::commands::{completion, cp, doctor, exec, fork, inspect, list, pause, policy, rm, run, snapshot};
 use crate::image::ImageCommand;
 use crate::units::{parse_duration, parse_size};
 
@@ -56,6 +56,15 @@ pub(crate) enum Command {
     Inspect(inspect::Inspect),
     /// Copy files between here and a running run
     Cp(cp::Cp),
+    /// Stop a run's machine, with all that runs in it, where it is
+    Pause(pause::Pause),
+    /// Let a paused run go on
+    Resume(pause::Resume),
+    /// Make new runs that go on where a run or a snapshot is
+    Fork(fork::Fork),
+    /// Snapshots: take one, list, look at, check, remove, move to another host
+    #[command(subcommand)]
+    Snapshot(snapshot::SnapshotCommand),
     /// Remove runs
     Rm(rm::Rm),
     /// Check whether this host can run microVMs, and say how to mend what is not right

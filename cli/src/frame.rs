@@ -67,6 +67,8 @@ pub(crate) enum Request {
         size: Option<Size>,
         /// Whether the command waits, once the guest has booted, for [`Frame::Go`].
         hold: bool,
+        /// Whether the machine boots, also where one was saved that it could go on from.
+        cold: bool,
     },
     /// Move files, or look for some.
     Copy(Copy),
@@ -81,6 +83,20 @@ pub(crate) enum Request {
     Exec(Exec),
     /// Report the VMM's counters.
     Stats,
+    /// Stop the machine and all that runs in it. The answer is an [`Exit`].
+    Pause {
+        /// Whether it is saved as a snapshot, and the run's processes end.
+        save: bool,
+        /// The snapshot's name.
+        name: Option<String>,
+    },
+    /// Save the machine as a snapshot. Its id comes as standard output.
+    Snapshot {
+        /// The snapshot's name.
+        name: Option<String>,
+    },
+    /// Let a paused machine go on. The answer is an [`Exit`].
+    Resume,
     /// Put a network policy in force. The answer is an [`Exit`].
     SetPolicy {
         /// The policy.
@@ -292,7 +308,7 @@ mod tests {
             term: "xterm".into(),
         };
         vec![
-            Frame::Request(Request::Primary { size: Some(size), hold: true }),
+            Frame::Request(Request::Primary { size: Some(size), hold: true, cold: false }),
             Frame::Request(Request::Copy(Copy::In { directory: "/x".into() })),
             Frame::Request(Request::Copy(Copy::Stat { path: "/x".into(), follow: true, user: None })),
             Frame::Request(Request::Stop { orderly: false, why: "removed".into() }),

@@ -23,6 +23,12 @@ pub(crate) struct Spec {
     pub(crate) labels: BTreeMap<String, String>,
     /// Whether its directory goes when it ends.
     pub(crate) ephemeral: bool,
+    /// The snapshot that it begins with, if it does.
+    #[serde(default)]
+    pub(crate) from: Option<String>,
+    /// Whether the command is one that does not run there yet.
+    #[serde(default)]
+    pub(crate) another_command: bool,
     /// The machine.
     pub(crate) machine: Machine,
     /// The network.
@@ -42,6 +48,11 @@ pub(crate) struct Spec {
 }
 
 impl Spec {
+    /// What the workload finds as its host name.
+    pub(crate) fn hostname(&self) -> &str {
+        self.name.as_deref().unwrap_or(&self.id)
+    }
+
     /// Takes an id, once, and what is named after it.
     pub(crate) fn take_id(&mut self, id: String) {
         if let Some(artifacts) = self.artifacts.as_mut().filter(|artifacts| artifacts.own) {
@@ -208,12 +219,28 @@ pub(crate) struct State {
     pub(crate) started: Option<String>,
     /// When the run ended.
     pub(crate) ended: Option<String>,
+    /// The number of the machine's epoch: 1 from its first boot on, one more each time that it goes on.
+    #[serde(default)]
+    pub(crate) epoch: u64,
+    /// The snapshot that a paused machine goes on from, if it was saved.
+    #[serde(default)]
+    pub(crate) saved: Option<String>,
 }
 
 impl State {
-    /// A run that is only just created.
-    pub(crate) fn new() -> Self {
-        Self { state: Phase::Starting, reason: None, exit_code: None, started: None, ended: None }
+    /// A run that is only just created, and goes on after an epoch of this number; 0 if it goes on after none.
+    pub(crate) fn new(epoch: u64) -> Self {
+        let (reason, exit_code, started, ended, saved) = (None, None, None, None, None);
+        Self { state: Phase::Starting, reason, exit_code, started, ended, epoch, saved }
+    }
+
+    /// Whether a supervisor must be there.
+    pub(crate) fn is_live(&self) -> bool {
+        match self.state {
+            Phase::Starting | Phase::Running => true,
+            Phase::Paused => self.saved.is_none(),
+            Phase::Stopped | Phase::Failed => false,
+        }
     }
 }
 
@@ -225,17 +252,12 @@ pub(crate) enum Phase {
     Starting,
     /// The command runs.
     Running,
+    /// It stands still, and goes on when it is resumed.
+    Paused,
     /// It ended as a run should.
     Stopped,
     /// It ended by a fault.
     Failed,
-}
-
-impl Phase {
-    /// Whether a supervisor must be there.
-    pub(crate) fn is_live(self) -> bool {
-        matches!(self, Self::Starting | Self::Running)
-    }
 }
 
 impl std::fmt::Display for Phase {
@@ -243,6 +265,7 @@ impl std::fmt::Display for Phase {
         f.write_str(match self {
             Self::Starting => "starting",
             Self::Running => "running",
+            Self::Paused => "paused",
             Self::Stopped => "stopped",
             Self::Failed => "failed",
         })
@@ -262,6 +285,8 @@ pub(crate) mod test {
             created: "2026-11-30T15:35:09.007Z".into(),
             labels: BTreeMap::new(),
             ephemeral: true,
+            from: None,
+            another_command: false,
             machine: Machine {
                 image: "busybox".into(),
                 image_file: "/i".into(),

@@ -15,10 +15,12 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, FlockOperation, RenameFlags, renameat_with};
 use serde::Serialize;
+use snapshot::store::Chain;
 
 use crate::events::Events;
 use crate::home::{Home, HomeError, at, make_directory, read_json};
 use crate::spec::{Jailed, Phase, SetPolicy, Spec, State};
+use crate::supervisor::begin::{STREAMS, Streams};
 
 /// In a run's directory: how its VMM is confined.
 pub(crate) const VMM_JAIL: &str = "jail.json";
@@ -51,6 +53,9 @@ pub(crate) enum StoreError {
         /// Who has it.
         id: String,
     },
+    /// What its disk is made of.
+    #[error(transparent)]
+    Disk(#[from] snapshot::store::StoreError),
     /// No such run.
     #[error("run {0:?}: there is none with this id or name; bulkhead list -a shows all")]
     Unknown(String),
@@ -102,7 +107,14 @@ impl Store {
     }
 
     /// Makes a run's directory from its spec, whose id is chosen here. The lock that comes back is held.
-    pub(crate) fn create(&self, spec: &mut Spec) -> Result<(RunDirectory, File), StoreError> {
+    ///
+    /// `chain` is what its disk is made of; `epoch` the one that it goes on after, 0 if it goes on after none.
+    pub(crate) fn create(
+        &self,
+        spec: &mut Spec,
+        chain: &Chain,
+        epoch: u64,
+    ) -> Result<(RunDirectory, File), StoreError> {
         let _guard = self.guard()?;
         if let Some(name) = &spec.name
             && let Some(other) = self.all().into_iter().find(|other| other.spec.name.as_ref() == Some(name))
@@ -130,7 +142,8 @@ impl Store {
         // A run that goes with its supervisor need not outlive a crash of the host.
         let durable = !spec.ephemeral;
         write_json(&made.0, "spec.json", spec, durable)?;
-        let state = State::new();
+        chain.write(&made.chain())?;
+        let state = State::new(epoch);
         write_json(&made.0, SPARE, &state, durable)?;
         made.write_state(&state, durable)?;
         let events = Events::open(&made.0, durable).map_err(at(&made.0))?;
@@ -213,9 +226,51 @@ impl RunDirectory {
         &self.0
     }
 
+    /// The state directory that it lies in.
+    pub(crate) fn home(&self) -> PathBuf {
+        self.0.ancestors().nth(2).unwrap_or(Path::new("/")).to_owned()
+    }
+
     /// Reads the spec.
     pub(crate) fn spec(&self) -> Result<Spec, HomeError> {
         read_json(&self.0.join("spec.json"))
+    }
+
+    /// What its disk is made of.
+    pub(crate) fn chain(&self) -> PathBuf {
+        self.0.join("disk/chain.json")
+    }
+
+    /// Its state as it was last written.
+    pub(crate) fn state(&self) -> Result<State, HomeError> {
+        read_json(&self.0.join(STATE))
+    }
+
+    /// Writes down what its client has of its output.
+    pub(crate) fn write_streams(&self, streams: &Streams) -> Result<(), HomeError> {
+        write_json(&self.0, STREAMS, streams, true)
+    }
+
+    /// Takes its lock: nobody else is its supervisor from here on.
+    pub(crate) fn take(&self) -> Result<File, HomeError> {
+        let path = self.0.join("lock");
+        let lock = open_lock(&path).map_err(at(&path))?;
+        match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(lock),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                Err(at(&path)(io::Error::other("another command has just started its supervisor")))
+            }
+            Err(error) => Err(at(&path)(error.into())),
+        }
+    }
+
+    /// It is kept from now on, however it was made.
+    pub(crate) fn keep(&self) -> Result<(), HomeError> {
+        let path = self.0.join(EPHEMERAL);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at(&path)(error)),
+            _ => sync_directory(&self.0),
+        }
     }
 
     /// Reads the run as it is now.
@@ -223,8 +278,8 @@ impl RunDirectory {
         let spec = self.spec()?;
         // The lock first: a supervisor writes the last state before it lets go.
         let alive = is_locked(&self.0.join("lock"));
-        let mut state: State = read_json(&self.0.join(STATE))?;
-        if state.state.is_live() && !alive {
+        let mut state = self.state()?;
+        if state.is_live() && !alive {
             state.state = Phase::Failed;
             state.reason = Some("its supervisor was killed".to_owned());
         }
@@ -288,6 +343,8 @@ impl RunDirectory {
     /// Listens on the run's socket.
     pub(crate) fn listen(&self) -> Result<UnixListener, HomeError> {
         let (_directory, short) = self.short_socket_path()?;
+        // One that a supervisor left which was killed.
+        let _ = std::fs::remove_file(&short);
         UnixListener::bind(&short).map_err(at(&self.0.join("ctl.sock")))
     }
 
@@ -408,6 +465,11 @@ fn remove_all(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use snapshot::store::ChainLayer;
+
+    fn chain() -> Chain {
+        Chain { layers: vec![ChainLayer::Own("1".into())] }
+    }
     use crate::spec::test::spec as any;
 
     fn spec(name: Option<&str>, ephemeral: bool) -> Spec {
@@ -424,7 +486,7 @@ mod tests {
     fn a_run_is_alive_while_its_lock_is_held() {
         let (_directory, store) = store();
         let mut wanted = spec(Some("mine"), false);
-        let (_, lock) = store.create(&mut wanted).unwrap();
+        let (_, lock) = store.create(&mut wanted, &chain(), 0).unwrap();
         assert_eq!(store.find("mine").unwrap().state.state, Phase::Starting);
         assert_eq!(store.find("mine").unwrap().spec, wanted);
         drop(lock);
@@ -436,10 +498,10 @@ mod tests {
     #[test]
     fn the_sweep_takes_dead_ephemeral_runs_and_nothing_else() {
         let (directory, store) = store();
-        let (kept, lock) = store.create(&mut spec(None, false)).unwrap();
+        let (kept, lock) = store.create(&mut spec(None, false), &chain(), 0).unwrap();
         drop(lock);
-        let (alive, _lock) = store.create(&mut spec(None, true)).unwrap();
-        let (dead, lock) = store.create(&mut spec(None, true)).unwrap();
+        let (alive, _lock) = store.create(&mut spec(None, true), &chain(), 0).unwrap();
+        let (dead, lock) = store.create(&mut spec(None, true), &chain(), 0).unwrap();
         drop(lock);
         std::fs::create_dir_all(directory.path().join("runs/.tmp-12345678/disk")).unwrap();
         store.sweep().unwrap();
@@ -453,7 +515,7 @@ mod tests {
     #[test]
     fn a_run_whose_lock_cannot_be_looked_at_is_left_alone() {
         let (_directory, store) = store();
-        let (run, _lock) = store.create(&mut spec(None, true)).unwrap();
+        let (run, _lock) = store.create(&mut spec(None, true), &chain(), 0).unwrap();
         // As if descriptors had run out: an error that says nothing of the lock.
         let lock = run.path().join("lock");
         std::fs::remove_file(&lock).unwrap();
@@ -468,12 +530,12 @@ mod tests {
     #[test]
     fn a_name_belongs_to_one_run() {
         let (_directory, store) = store();
-        let (run, _lock) = store.create(&mut spec(Some("a"), false)).unwrap();
-        let error = store.create(&mut spec(Some("a"), false)).unwrap_err();
+        let (run, _lock) = store.create(&mut spec(Some("a"), false), &chain(), 0).unwrap();
+        let error = store.create(&mut spec(Some("a"), false), &chain(), 0).unwrap_err();
         assert!(matches!(error, StoreError::NameTaken { .. }), "{error}");
         run.remove().unwrap();
         run.remove().unwrap();
-        store.create(&mut spec(Some("a"), false)).unwrap();
+        store.create(&mut spec(Some("a"), false), &chain(), 0).unwrap();
     }
 
     #[test]
@@ -490,7 +552,7 @@ mod tests {
     #[test]
     fn a_policy_that_cannot_be_read_is_not_taken_for_none() {
         let (_directory, store) = store();
-        let (run, _lock) = store.create(&mut spec(None, false)).unwrap();
+        let (run, _lock) = store.create(&mut spec(None, false), &chain(), 0).unwrap();
         assert_eq!(run.policy().unwrap(), None);
         let set = SetPolicy { generation: 2, policy: netfilter_control::Policy::default() };
         run.write_policy(&set, false).unwrap();
@@ -515,8 +577,8 @@ mod tests {
     #[test]
     fn a_state_is_written_whole() {
         let (_directory, store) = store();
-        let (run, _lock) = store.create(&mut spec(None, false)).unwrap();
-        let state = State { state: Phase::Stopped, reason: Some("exited".into()), exit_code: Some(3), ..State::new() };
+        let (run, _lock) = store.create(&mut spec(None, false), &chain(), 0).unwrap();
+        let state = State { state: Phase::Stopped, reason: Some("exited".into()), exit_code: Some(3), ..State::new(0) };
         run.write_state(&state, true).unwrap();
         assert_eq!(store.all().pop().unwrap().state, state);
         assert!(!run.path().join("state.json.tmp").exists());

@@ -38,6 +38,8 @@ pub(crate) fn inspect(args: &Inspect) -> Result<u8, String> {
             "created": run.spec.created,
             "started": run.state.started,
             "ended": run.state.ended,
+            "epoch": run.state.epoch,
+            "saved": run.state.saved,
             "directory": directory,
             "events": directory.join(crate::events::LOG),
             "processes": processes(&run),
@@ -52,7 +54,7 @@ pub(crate) fn inspect(args: &Inspect) -> Result<u8, String> {
 
 /// The jailed processes of a run that lives, as the kernel shows them now.
 fn processes(run: &Listed) -> Vec<Value> {
-    if !run.state.state.is_live() {
+    if !run.state.is_live() {
         return Vec::new();
     }
     let jailed = [("bulkhead-vmm", VMM_JAIL), ("bulkhead-netfilter", FILTER_JAIL)];

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use super::{Format, open_store, print, table};
 use crate::clock;
+use crate::spec::Phase;
 use crate::store::Listed;
 use crate::units::show_size;
 
@@ -28,7 +29,7 @@ pub(crate) struct List {
 /// `bulkhead list`
 pub(crate) fn list(args: &List) -> Result<u8, String> {
     let mut runs = open_store()?.all();
-    runs.retain(|run| args.all || run.state.state.is_live());
+    runs.retain(|run| args.all || run.state.is_live() || run.state.state == Phase::Paused);
     let text = match args.format {
         _ if args.quiet => runs.iter().map(|run| format!("{}\n", run.spec.id)).collect(),
         Format::Table => {
@@ -67,6 +68,7 @@ fn object(run: &Listed) -> Value {
         "state": run.state.state,
         "reason": run.state.reason,
         "exit_code": run.state.exit_code,
+        "saved": run.state.saved,
         "created": run.spec.created,
         "started": run.state.started,
         "ended": run.state.ended,

@@ -4,15 +4,19 @@ pub(crate) mod completion;
 pub(crate) mod cp;
 pub(crate) mod doctor;
 pub(crate) mod exec;
+pub(crate) mod fork;
 pub(crate) mod inspect;
 pub(crate) mod jail;
+mod launch;
 pub(crate) mod list;
+pub(crate) mod pause;
 pub(crate) mod policy;
 mod process;
 mod resolve;
 pub(crate) mod rm;
 pub(crate) mod run;
 mod scope;
+pub(crate) mod snapshot;
 pub(crate) mod stats;
 
 use std::io::{self, Write};
@@ -20,7 +24,8 @@ use std::os::unix::net::UnixStream;
 
 use clap::ValueEnum;
 
-use crate::frame::Exit;
+use crate::client::{ClientError, unexpected};
+use crate::frame::{Exit, Frame, Request};
 use crate::home::Home;
 use crate::say;
 use crate::store::{Listed, Store, StoreError};
@@ -54,10 +59,22 @@ fn running(given: &str) -> Result<Listed, String> {
     let home = Home::find().map_err(|error| error.to_string())?;
     let store = Store::open(&home).map_err(|error| error.to_string())?;
     let run = store.find(given).map_err(|error| error.to_string())?;
-    if run.state.state.is_live() {
+    if run.state.is_live() {
         return Ok(run);
     }
     Err(StoreError::NotRunning { id: run.spec.id, phase: run.state.state }.to_string())
+}
+
+/// Has a run's supervisor do something, and says what came of it; gives the exit status.
+fn order(given: &str, request: Request) -> Result<u8, String> {
+    let (listed, mut connection) = dial(given)?;
+    let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
+    Frame::Request(request).write(&mut connection).map_err(|error| failed(&error))?;
+    match Frame::read(&mut connection).map_err(|error| failed(&error))? {
+        Some(Frame::Exit(exit)) => Ok(report(&exit)),
+        Some(other) => Err(failed(&unexpected(&other))),
+        None => Err(failed(&ClientError::Lost)),
+    }
 }
 
 /// Tells the user of an end that needs words; gives the exit status.

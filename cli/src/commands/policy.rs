@@ -9,10 +9,9 @@ use netfilter_control::{MAX_POLICY, Policy, Record};
 use netfilter_policy::{Argument, Compiler, MAX_TEXT, PolicyError, classify_argument, draft, explain};
 use serde_json::Value;
 
-use super::{dial, open_store, print, report};
-use crate::client::{ClientError, unexpected};
+use super::{open_store, order, print};
 use crate::events::LOG;
-use crate::frame::{Frame, Request};
+use crate::frame::Request;
 
 /// `bulkhead policy`
 #[derive(Debug, Subcommand)]
@@ -150,19 +149,8 @@ pub(crate) fn policy(command: &PolicyCommand) -> Result<u8, String> {
             print(&format!("{explanation}\n"))?;
             Ok(u8::from(!explanation.allowed))
         }
-        PolicyCommand::Set(args) => set(&args.run, args.given.compile()?),
+        PolicyCommand::Set(args) => order(&args.run, Request::SetPolicy { policy: args.given.compile()? }),
         PolicyCommand::Learn(args) => learn(&args.run),
-    }
-}
-
-fn set(run: &str, policy: Policy) -> Result<u8, String> {
-    let (listed, mut connection) = dial(run)?;
-    let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
-    Frame::Request(Request::SetPolicy { policy }).write(&mut connection).map_err(|error| failed(&error))?;
-    match Frame::read(&mut connection).map_err(|error| failed(&error))? {
-        Some(Frame::Exit(exit)) => Ok(report(&exit)),
-        Some(other) => Err(failed(&unexpected(&other))),
-        None => Err(failed(&ClientError::Lost)),
     }
 }
 

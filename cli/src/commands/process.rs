@@ -57,7 +57,12 @@ pub(super) fn split(words: &[String]) -> (&str, &[String]) {
 
 /// A terminal for the command is one here: its size and its keys come from it.
 pub(super) fn check_terminal(process: &Process) -> Result<(), String> {
-    if process.tty && !terminal::is_here() {
+    check_terminal_for(process.tty)
+}
+
+/// The same for a command that has one (`true`) or not.
+pub(super) fn check_terminal_for(tty: bool) -> Result<(), String> {
+    if tty && !terminal::is_here() {
         return Err("the input device is not a TTY".to_owned());
     }
     Ok(())

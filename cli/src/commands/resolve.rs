@@ -40,6 +40,8 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
         created: clock::now(),
         labels: labels_of(image.config.labels, &args.labels),
         ephemeral: args.rm || args.name.is_none(),
+        from: None,
+        another_command: false,
         machine: Machine {
             image_file: canonical(&image.root)?,
             image: image.name,

@@ -23,6 +23,7 @@ use super::disk;
 use super::source::{LayerStream, SourceError};
 use super::store::Workplace;
 use crate::spec::Machine;
+use crate::supervisor::layers::Layers;
 use crate::supervisor::{Ground, MachineError, Vmm, tail};
 
 /// How long a builder has to boot.
@@ -102,7 +103,8 @@ pub(super) fn cmdline() -> String {
 impl Builder {
     fn start(workplace: &Workplace, machine: &Machine) -> Result<Self, BuilderError> {
         let place = workplace.path().canonicalize().map_err(|error| MachineError::System("its directory", error))?;
-        let vmm = Vmm::start(&Ground::find(&machine.jail), &place, machine, true, None)?;
+        let layers = Layers::make(&place, Vec::new(), &["1".to_owned()], machine.disk, true)?;
+        let vmm = Vmm::start(&Ground::find(&machine.jail), &place, machine, &layers, None, None)?;
         let (sender, events) = channel();
         let host_full = Arc::<AtomicBool>::default();
         let (full, control) = (Arc::clone(&host_full), vmm.control());

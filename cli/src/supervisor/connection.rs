@@ -84,7 +84,8 @@ impl Connection {
 
     /// Relays between the client and a command until the command has ended and its output was passed on
     /// to the writer. When the client goes away first, the command is killed, with all that it started.
-    pub(super) fn relay(&self, exec: &Arc<Exec>) -> Result<ExitRecord, AgentError> {
+    /// `from`: how much of its output another client has had.
+    pub(super) fn relay(&self, exec: &Arc<Exec>, from: (u64, u64)) -> Result<ExitRecord, AgentError> {
         let ended = Arc::new(AtomicBool::new(false));
         // A client that is gone has no writer: the pumps will find out, and the orders end.
         let _ = self.output.send(Frame::Started);
@@ -97,13 +98,14 @@ impl Connection {
             // An input that fails is one that the command has closed, or whose machine is gone.
             spawn("stdin", move || drop(exec.copy_stdin(&mut input)))?;
         }
-        let pump = |name, make: fn(Vec<u8>) -> Frame, copy: fn(&Exec, &mut dyn Write) -> Result<u64, AgentError>| {
+        type Pump = fn(&Exec, u64, &mut dyn Write) -> Result<u64, AgentError>;
+        let pump = |name, make: fn(Vec<u8>) -> Frame, have, copy: Pump| {
             let exec = Arc::clone(exec);
             let mut to = Output { queue: self.output.clone(), make };
-            spawn(name, move || copy(&exec, &mut to))
+            spawn(name, move || copy(&exec, have, &mut to))
         };
-        let stdout = pump("stdout", Frame::Stdout, |exec, to| exec.copy_stdout(to))?;
-        let stderr = pump("stderr", Frame::Stderr, |exec, to| exec.copy_stderr(to))?;
+        let stdout = pump("stdout", Frame::Stdout, from.0, |exec, have, to| exec.copy_stdout_from(have, to))?;
+        let stderr = pump("stderr", Frame::Stderr, from.1, |exec, have, to| exec.copy_stderr_from(have, to))?;
 
         let record = exec.wait();
         ended.store(true, Ordering::Release);
@@ -124,6 +126,12 @@ impl Connection {
     pub(super) fn finish(self, last: Frame) {
         let _ = self.output.send(last);
         let _ = self.writer.join();
+    }
+
+    /// Ends with a result: what the client prints.
+    pub(super) fn result(self, output: Vec<u8>) {
+        let _ = self.output.send(Frame::Stdout(output));
+        self.finish(Frame::Exit(Exit::default()));
     }
 
     /// Ends with an error of ours.

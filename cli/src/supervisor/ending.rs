@@ -28,6 +28,8 @@ pub(super) struct Ending {
     error: Option<String>,
     /// Whether the end of the console explains it.
     quote_console: bool,
+    /// The snapshot that the run goes on from.
+    snapshot: Option<String>,
 }
 
 impl Ending {
@@ -40,7 +42,7 @@ impl Ending {
             ExitRecord::KilledOom => "out of memory".to_owned(),
             ExitRecord::FailedToStart { .. } => "did not start".to_owned(),
         };
-        Self { phase: Phase::Stopped, reason, code: exit.code, error: exit.error, quote_console: false }
+        Self { phase: Phase::Stopped, reason, code: exit.code, error: exit.error, quote_console: false, snapshot: None }
     }
 
     /// The command ran for as long as it may.
@@ -52,19 +54,27 @@ impl Ending {
             code: 124,
             error: Some(format!("run {id}: ended after {after} (--timeout)")),
             quote_console: false,
+            snapshot: None,
         }
     }
 
     /// Someone asked for it: `why` is "removed (bulkhead rm -f)", or a signal of the supervisor's.
     pub(super) fn asked(id: &str, why: &str) -> Self {
         let error = Some(format!("run {id}: {why}"));
-        Self { phase: Phase::Stopped, reason: why.to_owned(), code: 125, error, quote_console: false }
+        Self { phase: Phase::Stopped, reason: why.to_owned(), code: 125, error, quote_console: false, snapshot: None }
+    }
+
+    /// The machine was saved: the run goes on from the snapshot.
+    pub(super) fn saved(id: &str, snapshot: String) -> Self {
+        let error = Some(format!("run {id}: paused, and saved as snapshot {snapshot}; bulkhead resume {id} goes on"));
+        let reason = format!("saved as snapshot {snapshot}");
+        Self { phase: Phase::Paused, reason, code: 125, error, quote_console: false, snapshot: Some(snapshot) }
     }
 
     /// The client is gone, and the run with it.
     pub(super) fn client_gone() -> Self {
         let reason = "its client went away".to_owned();
-        Self { phase: Phase::Stopped, reason, code: 125, error: None, quote_console: false }
+        Self { phase: Phase::Stopped, reason, code: 125, error: None, quote_console: false, snapshot: None }
     }
 
     /// The run did not come to run its command.
@@ -105,7 +115,7 @@ impl Ending {
     pub(super) fn out_of_memory(id: &str) -> Self {
         let error = format!("run {id}: {OUT_OF_MEMORY}: {OUT_OF_MEMORY_IS}");
         let reason = OUT_OF_MEMORY.to_owned();
-        Self { phase: Phase::Failed, reason, code: 125, error: Some(error), quote_console: false }
+        Self { phase: Phase::Failed, reason, code: 125, error: Some(error), quote_console: false, snapshot: None }
     }
 
     /// The agent could not go on.
@@ -120,7 +130,7 @@ impl Ending {
 
     fn fault(thing: &str, reason: String, quote_console: bool) -> Self {
         let error = Some(format!("{thing}: {reason}"));
-        Self { phase: Phase::Failed, reason, code: 125, error, quote_console }
+        Self { phase: Phase::Failed, reason, code: 125, error, quote_console, snapshot: None }
     }
 
     /// Whether the machine can be powered off in good order: it is not the one that failed.
@@ -129,14 +139,21 @@ impl Ending {
     }
 
     /// What is recorded.
-    pub(super) fn state(&self, started: Option<String>) -> State {
+    pub(super) fn state(&self, started: Option<String>, epoch: u64) -> State {
         State {
             state: self.phase,
             reason: Some(self.reason.clone()),
-            exit_code: Some(self.code),
+            exit_code: self.snapshot.is_none().then_some(self.code),
             started,
-            ended: Some(clock::now()),
+            ended: self.snapshot.is_none().then(clock::now),
+            epoch,
+            saved: self.snapshot.clone(),
         }
+    }
+
+    /// The snapshot that the run goes on from.
+    pub(super) fn snapshot(&self) -> Option<&str> {
+        self.snapshot.as_deref()
     }
 
     /// Whether the command ended by itself, and well.
@@ -221,7 +238,7 @@ mod tests {
     #[test]
     fn a_vmm_without_memory_ends_with_a_reason_of_its_own() {
         let ending = Ending::out_of_memory("8fc20000");
-        assert_eq!(ending.state(None).reason.as_deref(), Some("out-of-memory"));
+        assert_eq!(ending.state(None, 1).reason.as_deref(), Some("out-of-memory"));
         assert!(ending.exit(None).error.unwrap().starts_with("run 8fc20000: out-of-memory: "));
     }
 

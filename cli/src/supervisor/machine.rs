@@ -13,16 +13,17 @@ use guest::host::Dial;
 use jailer::{Jailed, Part};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
-use vmm_control::{Config, ControlError, ControlSocket, Disk, Event, MAX_CMDLINE, Request};
+use vmm_control::{Config, ControlError, ControlSocket, Disk, Event, MAX_CMDLINE, Request, Restore};
 
 use super::console;
 use super::ending::OUT_OF_MEMORY_IS;
 use super::jail::{self, Confined, Ground};
+use super::layers::Layers;
 use super::network::Link;
 use crate::home::HomeError;
 use crate::preflight::{PreflightError, open_kvm};
 use crate::spec::Machine;
-use crate::store::{VMM_JAIL, sync_directory, write_jail};
+use crate::store::{VMM_JAIL, write_jail};
 
 /// How long a VMM that does not read its control socket may hold us up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
@@ -69,6 +70,26 @@ pub(crate) enum MachineError {
     System(&'static str, io::Error),
 }
 
+/// A machine that was saved.
+#[derive(Debug, Clone)]
+pub(crate) struct SavedMachine {
+    /// Its state.
+    pub(crate) state: PathBuf,
+    /// Its memory, the oldest image first.
+    pub(crate) memory: Vec<PathBuf>,
+}
+
+/// A VMM whose page map can be asked for. Nobody else gets its process's number before it is reaped, when there is nothing left
+/// to save.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pagemap(i32);
+
+impl Pagemap {
+    pub(super) fn open(self) -> io::Result<File> {
+        File::open(format!("/proc/{}/pagemap", self.0))
+    }
+}
+
 /// A running VMM. Dropping it kills and reaps it.
 #[derive(Debug)]
 pub(crate) struct Vmm {
@@ -78,16 +99,17 @@ pub(crate) struct Vmm {
 }
 
 impl Vmm {
-    /// Makes a machine's disk in `directory`, to survive a crash of the host if `durable`, and starts its VMM. Call it on the
+    /// Starts a machine's VMM, whose own files are in `directory`: it boots, or goes on from what was saved. Call it on the
     /// main thread: the VMM is killed when the thread that started it ends. Without a link it has no network interface.
     pub(crate) fn start(
         ground: &Ground,
         directory: &Path,
         machine: &Machine,
-        durable: bool,
+        layers: &Layers,
+        saved: Option<&SavedMachine>,
         link: Option<&Link>,
     ) -> Result<Self, MachineError> {
-        let config = Config { net: link.map(|_| Link::interface()), ..config(machine)? };
+        let config = Config { net: link.map(|_| Link::interface()), ..config(machine, layers)? };
         let (ours, theirs) = ControlSocket::pair()?;
         rustix::net::sockopt::set_socket_timeout(&ours, rustix::net::sockopt::Timeout::Send, Some(SEND_TIMEOUT))
             .map_err(|error| MachineError::System("control socket", error.into()))?;
@@ -95,12 +117,15 @@ impl Vmm {
         let starting = jail::start_vmm(ground, machine, threads(&config), directory, theirs.as_fd(), errors)?;
 
         // While the jail is built.
-        let mut files: Vec<OwnedFd> = vec![open_kvm()?.into(), open(&machine.kernel_file)?];
-        for initrd in &machine.initrds {
-            files.push(open(initrd)?);
+        let mut files: Vec<OwnedFd> = vec![open_kvm()?.into()];
+        let first = match saved {
+            Some(saved) => [&saved.state].into_iter().chain(&saved.memory).collect::<Vec<_>>(),
+            None => [&machine.kernel_file].into_iter().chain(&machine.initrds).collect(),
+        };
+        for path in first.into_iter().chain([&machine.image_file]) {
+            files.push(open(path)?);
         }
-        files.push(open(&machine.image_file)?);
-        files.extend(make_layers(directory, machine, durable)?);
+        files.extend(layers.open()?);
         if let Some(modules) = &machine.modules {
             files.push(open(modules)?);
         }
@@ -109,7 +134,14 @@ impl Vmm {
         }
         let mut files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
         files.extend(link.map(Link::frames));
-        let sent = ours.send(&Request::Start(config), &files);
+        let request = match saved {
+            Some(saved) => {
+                let memory_files = u8::try_from(saved.memory.len()).unwrap_or(u8::MAX);
+                Request::Restore(Restore { config, memory_files })
+            }
+            None => Request::Start(config),
+        };
+        let sent = ours.send(&request, &files);
         // If it did not come so far as to receive, the jail knows why.
         let process = starting.finish()?;
         drop(theirs);
@@ -157,6 +189,11 @@ impl Vmm {
             .spawn(watch)
             .map_err(|error| MachineError::System("thread", error))?;
         Ok(())
+    }
+
+    /// Where the kernel tells which pages of its memory there are.
+    pub(super) fn page_map(&self) -> Pagemap {
+        Pagemap(self.process.jailed.pid())
     }
 
     /// What connects to the guest.
@@ -240,7 +277,7 @@ impl Dial for Dialler {
 }
 
 /// The machine, as the VMM is told.
-fn config(machine: &Machine) -> Result<Config, MachineError> {
+fn config(machine: &Machine, layers: &Layers) -> Result<Config, MachineError> {
     let cmdline = cmdline(machine.console, machine.modules.is_some(), &machine.cmdline_extra);
     if cmdline.len() > MAX_CMDLINE {
         return Err(MachineError::Cmdline { length: cmdline.len() });
@@ -249,7 +286,7 @@ fn config(machine: &Machine) -> Result<Config, MachineError> {
         serial: "root".to_owned(),
         read_only: false,
         raw_base: true,
-        layers: machine.disk_layers.saturating_add(1),
+        layers: u8::try_from(layers.number().saturating_add(1)).unwrap_or(u8::MAX),
         // A queue for each vCPU, up to where more do not help.
         queues: machine.cpus.min(4),
     };
@@ -298,33 +335,6 @@ fn cmdline(console: bool, modules: bool, extra: &str) -> String {
     }
     words.extend(Some(extra).filter(|extra| !extra.is_empty()));
     words.join(" ")
-}
-
-/// Makes the disk's layers and gives their descriptors: data then map, from the bottom, the last
-/// writable.
-fn make_layers(directory: &Path, machine: &Machine, durable: bool) -> Result<Vec<OwnedFd>, MachineError> {
-    let mut files = Vec::new();
-    for number in 1..=machine.disk_layers {
-        let data_path = directory.join(format!("disk/{number}.data"));
-        let map_path = data_path.with_extension("map");
-        let (data, map) = (create(&data_path)?, create(&map_path)?);
-        snapshot::disk::create_layer(&data, &map, machine.disk)
-            .map_err(|error| MachineError::Layer { path: data_path.clone(), error: error.to_string() })?;
-        if durable {
-            for (file, path) in [(&data, &data_path), (&map, &map_path)] {
-                file.sync_all().map_err(|error| MachineError::File { path: path.clone(), error })?;
-            }
-        }
-        if number == machine.disk_layers {
-            files.extend([OwnedFd::from(data), OwnedFd::from(map)]);
-        } else {
-            files.extend([open(&data_path)?, open(&map_path)?]);
-        }
-    }
-    if durable {
-        sync_directory(&directory.join("disk"))?;
-    }
-    Ok(files)
 }
 
 fn open(path: &Path) -> Result<OwnedFd, MachineError> {

@@ -10,16 +10,20 @@
 )]
 
 mod artifacts;
+pub(crate) mod begin;
 pub(crate) mod canary;
 mod connection;
 mod console;
 mod ending;
+mod epochs;
 pub(crate) mod jail;
 mod journal;
+pub(crate) mod layers;
 mod machine;
 mod network;
 mod ports;
 mod resolvers;
+mod saving;
 mod serve;
 mod surroundings;
 
@@ -30,19 +34,21 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use guest::host::{Agent, AgentError, Dial, Exec, Welcome};
+use guest::host::{Agent, AgentError, Dial, Exec, Frozen, Welcome};
 use guest::message::{ExitRecord, printable};
 use jailer::launch;
 use serde_json::json;
 use vmm_control::{ControlError, Event, Stats};
 
+use self::begin::{Beginning, Streams};
 use self::connection::Connection;
 pub(crate) use self::console::tail;
 use self::ending::Ending;
+use self::epochs::{Epochs, THAW_PATIENCE};
 pub(crate) use self::jail::Ground;
 pub(crate) use self::machine::{MachineError, Vmm};
 use self::network::Filter;
-use self::serve::{Shared, own_command, serve};
+use self::serve::{Shared, command_id, own_command, serve};
 use crate::clock;
 use crate::events::{Events, LOG as EVENT_LOG};
 use crate::frame::{Frame, Request, Size};
@@ -63,6 +69,8 @@ const POWER_OFF_GRACE: Duration = Duration::from_secs(2);
 const AFTER_MACHINE: Duration = Duration::from_millis(100);
 /// How long an orderly power-off may take, writing back everything included.
 const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
+/// How long the client of a run that was saved may take to take the last output.
+const STREAMS_PATIENCE: Duration = Duration::from_secs(10);
 /// How long other clients have to take their last frames.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(1);
 /// How much later than the agent's client the main thread gives up on a boot: the former knows more.
@@ -100,6 +108,25 @@ enum Happening {
     },
     /// The network filter has ended.
     NetworkEnded,
+    /// The machine was stopped.
+    Paused {
+        /// Hears when it is written down.
+        done: SyncSender<()>,
+    },
+    /// The machine was saved, and its run's processes are to end.
+    Saved {
+        /// As which snapshot.
+        snapshot: String,
+        /// Hears when it is written down.
+        done: SyncSender<()>,
+    },
+    /// The machine goes on.
+    Resumed {
+        /// In which epoch.
+        epoch: u64,
+        /// Hears when it is written down.
+        done: SyncSender<()>,
+    },
     /// The artifacts were copied, or not.
     Collected(artifacts::Collected),
 }
@@ -125,17 +152,18 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
     surroundings::watch_signals(sender.clone()).map_err(|error| format!("signals: {error}"))?;
     let mut stream = UnixStream::from(stream);
     // The client asked before it started us. If it is gone already, the reader finds out.
-    let (size, hold) = match Frame::read(&mut stream) {
-        Ok(Some(Frame::Request(Request::Primary { size, hold }))) => (size, hold),
-        _ => (None, false),
+    let (size, hold, cold) = match Frame::read(&mut stream) {
+        Ok(Some(Frame::Request(Request::Primary { size, hold, cold }))) => (size, hold, cold),
+        _ => (None, false, false),
     };
     let told = sender.clone();
     let client = Connection::start(stream, move || drop(told.send(Happening::ClientGone)));
     let client = Arc::new(client.map_err(|error| error.to_string())?);
 
     let mut notes = Vec::new();
-    let mut command_started = None;
-    let started = Supervision::start(&run, &spec, sender, happenings, &client, Start { size, hold, events: &events });
+    let (mut command_started, mut epoch) = (None, 1);
+    let started =
+        Supervision::start(&run, &spec, sender, happenings, &client, Start { size, hold, cold, events: &events });
     let (ending, supervision) = match started {
         Err(error) => (Ending::not_started(&spec.id, error), None),
         Ok(mut supervision) => {
@@ -144,24 +172,34 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
                 notes = supervision.collect(wanted, to, &mut ending, orderly);
             }
             supervision.end_machine(orderly);
+            if ending.snapshot().is_some() {
+                supervision.note_streams();
+            }
             notes.append(&mut supervision.notes);
-            command_started = supervision.started.take();
+            (command_started, epoch) = (supervision.started.take(), supervision.epoch);
             (ending, Some(supervision))
         }
     };
 
     let mut exit = ending.exit(console::tail(&run.path().join("console.log")));
     exit.notes = bounded(notes);
-    let state = ending.state(command_started);
+    let state = ending.state(command_started, epoch);
     let ended = json!({ "state": state.state, "reason": state.reason, "exit_code": state.exit_code });
     events.add("run.ended", ended);
     // The record first, then the lock, then the client: who hears of the end finds it so.
-    let recorded = if spec.ephemeral { run.remove() } else { run.end(&state) };
+    let recorded = match state.saved {
+        Some(_) => run.keep().and_then(|()| run.end(&state)),
+        None if spec.ephemeral => run.remove(),
+        None => run.end(&state),
+    };
     if let Err(error) = recorded {
         exit.error.get_or_insert_with(|| format!("run {}: {error}", spec.id));
     }
     drop(lock);
     if let Some(supervision) = supervision {
+        if let Some(who) = &supervision.told_when_saved {
+            let _ = who.send(());
+        }
         // So that no thread waits for us to hear it.
         drop(supervision.happenings);
         drop(supervision.exec);
@@ -182,6 +220,7 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
 struct Start<'a> {
     size: Option<Size>,
     hold: bool,
+    cold: bool,
     events: &'a Arc<Events>,
 }
 
@@ -213,6 +252,11 @@ struct Supervision<'a> {
     stopped: bool,
     stats: Option<Stats>,
     boot_deadline: Option<Instant>,
+    /// Whether the machine stands still.
+    paused: bool,
+    epoch: u64,
+    /// Hears when it is written down that the run was saved.
+    told_when_saved: Option<SyncSender<()>>,
 }
 
 impl<'a> Supervision<'a> {
@@ -227,9 +271,13 @@ impl<'a> Supervision<'a> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let ports = ports::listen(&spec.ports)?;
         let (machine, ground) = (&spec.machine, Ground::find(&spec.machine.jail));
-        let starting = network::start(&ground, run.path(), &machine.jail, &spec.network);
+        let beginning = Beginning::of(run, spec, how.cold).map_err(|error| text(&error))?;
+        let Beginning { epoch, layers, saved } = beginning;
+        let known = saved.as_ref().and_then(|saved| saved.network.as_deref());
+        let starting = network::start(&ground, run.path(), &machine.jail, &spec.network, known);
         let (starting, link) = starting.map_err(|error| text(&error))?;
-        let vmm = Vmm::start(&ground, run.path(), machine, !spec.ephemeral, Some(&link));
+        let from = saved.as_ref().map(|saved| &saved.machine);
+        let vmm = Vmm::start(&ground, run.path(), machine, &layers, from, Some(&link));
         let vmm = vmm.map_err(|error| text(&error))?;
         // The machine's is the only one from here on: who reads at the other end sees it end.
         drop(link);
@@ -261,20 +309,24 @@ impl<'a> Supervision<'a> {
         .map_err(|error| error.to_string())?;
 
         let welcome = Welcome {
-            epoch: 1,
-            renew_identity: false,
+            epoch,
+            // The disk alone is as good as a machine for what must not be there twice.
+            renew_identity: spec.from.is_some() && saved.as_ref().is_none_or(|saved| saved.copy),
             entropy: entropy().map_err(|error| format!("getrandom: {error}"))?,
-            hostname: spec.name.clone().unwrap_or_else(|| spec.id.clone()),
+            hostname: spec.hostname().to_owned(),
         };
         let command = {
-            let (dialler, client, process) = (vmm.dialler(), Arc::clone(client), own_command(&spec.process, how.size));
-            let (sender, hold) = (sender.clone(), how.hold);
-            let body = move || boot_and_run(dialler, &welcome, deadline, process, &client, &sender, hold);
+            let streams = saved.map(|saved| saved.streams);
+            let command = Command { id: command_id(spec, epoch, streams.as_ref()), streams, hold: how.hold };
+            let process = own_command(&spec.process, command.id.clone(), how.size);
+            let (dialler, client, sender) = (vmm.dialler(), Arc::clone(client), sender.clone());
+            let body = move || begin_and_run(dialler, &welcome, deadline, process, &client, &sender, &command);
             Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
         };
         let events = Arc::clone(how.events);
-        let shared =
-            Arc::new(Shared::new(run, spec.clone(), vmm.control(), network.orders(), Arc::clone(&events), sender));
+        let epochs = Epochs::new(&vmm, epoch);
+        let shared = Shared::new(run, spec.clone(), network.orders(), Arc::clone(&events), sender, epochs);
+        let shared = Arc::new(shared);
         ports::serve(ports, &shared).map_err(|error| format!("thread: {error}"))?;
         let serving = Arc::clone(&shared);
         Builder::new()
@@ -300,6 +352,9 @@ impl<'a> Supervision<'a> {
             stopped: false,
             stats: None,
             boot_deadline: deadline.checked_add(BOOT_SLACK),
+            paused: false,
+            epoch,
+            told_when_saved: None,
         })
     }
 
@@ -316,6 +371,8 @@ impl<'a> Supervision<'a> {
         let start_timeout = Duration::from_millis(self.spec.start_timeout_ms);
         let mut deadline = self.boot_deadline;
         let mut started = false;
+        // What was left of its time when it was paused.
+        let mut left = None;
         loop {
             let Some(happening) = self.next(deadline) else {
                 return match self.spec.timeout_ms.filter(|_| started) {
@@ -339,7 +396,7 @@ impl<'a> Supervision<'a> {
                     self.events.add("disk.room", json!({ "disk": disk }));
                     self.note(started, None)
                 }
-                // Nobody asks for the others yet.
+                // Whoever asked for the others hears of them.
                 Happening::Vmm(
                     Event::Running
                     | Event::Stats(_)
@@ -348,11 +405,29 @@ impl<'a> Supervision<'a> {
                     | Event::Saved(_)
                     | Event::SaveFailed { .. },
                 ) => Ok(()),
+                Happening::Paused { done } => {
+                    self.paused = true;
+                    left = deadline.take().map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                    let noted = self.note(started, None);
+                    let _ = done.send(());
+                    noted
+                }
+                Happening::Saved { snapshot, done } => {
+                    self.told_when_saved = Some(done);
+                    return Ending::saved(id, snapshot);
+                }
+                Happening::Resumed { epoch, done } => {
+                    (self.paused, self.epoch) = (false, epoch);
+                    deadline = left.take().and_then(|left| Instant::now().checked_add(left));
+                    let noted = self.note(started, None);
+                    let _ = done.send(());
+                    noted
+                }
                 Happening::Booted(agent) => {
                     self.events.add("run.booted", json!({ "kernel": printable(&agent.about().kernel) }));
                     // What the client does before the command takes its time.
                     deadline = if self.hold { None } else { deadline };
-                    self.shared.set_agent(agent.clone());
+                    self.shared.epochs.runs(agent.clone());
                     self.agent = Some(agent);
                     Ok(())
                 }
@@ -361,6 +436,7 @@ impl<'a> Supervision<'a> {
                 Happening::NotBooted(error) | Happening::Ended(Err(error)) => return Ending::agent(id, &error),
                 Happening::Started(exec) => {
                     started = true;
+                    self.shared.set_main_exec(Arc::clone(&exec));
                     self.exec = Some(exec);
                     self.started = Some(clock::now());
                     self.events.add("run.started", json!({}));
@@ -398,11 +474,18 @@ impl<'a> Supervision<'a> {
         };
         match &happening {
             Happening::Vmm(Event::Stats(stats)) => self.shared.answer(stats),
+            Happening::Vmm(event @ (Event::Paused | Event::Resumed | Event::Saved(_) | Event::SaveFailed { .. })) => {
+                self.shared.epochs.answer(event.clone());
+            }
             Happening::Vmm(Event::Stopped { stats, .. }) => {
                 self.stopped = true;
+                self.shared.epochs.ended();
                 self.stats = Some(stats.clone());
             }
-            Happening::Vmm(Event::Refused { .. }) | Happening::VmmGone(_) => self.stopped = true,
+            Happening::Vmm(Event::Refused { .. }) | Happening::VmmGone(_) => {
+                self.stopped = true;
+                self.shared.epochs.ended();
+            }
             // Whatever the run is doing: also while artifacts are copied, or it powers off.
             Happening::NetworkEnded => self.network_ended(),
             _ => {}
@@ -468,9 +551,21 @@ impl<'a> Supervision<'a> {
 
     /// Writes down that the run goes on.
     fn note(&self, started: bool, reason: Option<String>) -> Result<(), HomeError> {
-        let state = if started { Phase::Running } else { Phase::Starting };
+        let state = match (self.paused, started) {
+            (true, _) => Phase::Paused,
+            (false, true) => Phase::Running,
+            (false, false) => Phase::Starting,
+        };
         let reason = reason.or_else(|| self.lasting.clone());
-        let state = State { state, reason, exit_code: None, started: self.started.clone(), ended: None };
+        let state = State {
+            state,
+            reason,
+            exit_code: None,
+            started: self.started.clone(),
+            ended: None,
+            epoch: self.epoch,
+            saved: None,
+        };
         self.run.write_state(&state, !self.spec.ephemeral)
     }
 
@@ -480,6 +575,10 @@ impl<'a> Supervision<'a> {
             && orderly
             && let Some(agent) = self.agent.clone().filter(|_| !self.stopped)
         {
+            if self.paused {
+                // Its workload stays as it is, and is killed so; what the disk is owed is written.
+                self.shared.epochs.let_machine_run();
+            }
             // The answer may never come; whether the machine ended is what counts.
             let asked = Builder::new().name("power-off".into()).spawn(move || agent.poweroff(POWER_OFF_GRACE));
             if asked.is_ok() {
@@ -495,37 +594,69 @@ impl<'a> Supervision<'a> {
         }
     }
 
+    /// Writes down what the client has of the command's output. The machine is gone, so that what was on its way arrives.
+    fn note_streams(&self) {
+        let deadline = Instant::now().checked_add(STREAMS_PATIENCE);
+        while !self.command.is_finished() && deadline.is_some_and(|deadline| Instant::now() < deadline) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        // Without it, what the snapshot knows counts: the client may then see again what it saw last.
+        let _ = self.run.write_streams(&self.shared.streams());
+    }
+
     fn await_stop(&mut self, patience: Duration) {
         let deadline = Instant::now().checked_add(patience);
         while !self.stopped && self.next(deadline).is_some() {}
     }
 }
 
-/// Boots the guest, runs the command, and reports each step.
-fn boot_and_run(
+/// The run's own command.
+struct Command {
+    /// Its id in the guest.
+    id: String,
+    /// In a machine that was saved: what ran there.
+    streams: Option<Streams>,
+    /// Whether it waits for the client's word.
+    hold: bool,
+}
+
+/// Has the guest boot or go on, runs the command, and reports each step.
+fn begin_and_run(
     dialler: Arc<dyn Dial>,
     welcome: &Welcome,
     deadline: Instant,
     process: guest::message::ExecSpec,
     client: &Connection,
     sender: &SyncSender<Happening>,
-    hold: bool,
+    command: &Command,
 ) {
     // Nobody listens once the run has ended.
     let tell = |happening| drop(sender.send(happening));
-    let agent = match Agent::connect(dialler, welcome, deadline) {
+    let began = match command.streams {
+        None => Agent::connect(dialler, welcome, deadline),
+        Some(_) => Frozen::connect(dialler, deadline).and_then(|frozen| frozen.thaw(welcome, THAW_PATIENCE)),
+    };
+    let agent = match began {
         Ok(agent) => agent,
         Err(error) => return tell(Happening::NotBooted(error)),
     };
     tell(Happening::Booted(agent.clone()));
     // A client that goes away instead of giving its word ends the run where that is noticed.
-    if hold && !client.hold() {
+    if command.hold && !client.hold() {
         return;
     }
-    tell(Happening::Ended(agent.exec(process).and_then(|exec| {
+    for exec in command.streams.iter().flat_map(|streams| &streams.others) {
+        // Nobody reads what it prints any more. Dropped, its handle says so; one that is not there is gone already.
+        let _ = agent.attach(exec);
+    }
+    let (exec, from) = match command.streams.as_ref().filter(|streams| streams.main == command.id) {
+        Some(streams) => (agent.attach(&command.id), (streams.stdout, streams.stderr)),
+        None => (agent.exec(process), (0, 0)),
+    };
+    tell(Happening::Ended(exec.and_then(|exec| {
         let exec = Arc::new(exec);
         tell(Happening::Started(Arc::clone(&exec)));
-        client.relay(&exec)
+        client.relay(&exec, from)
     })));
 }
 

@@ -16,13 +16,13 @@ use guest::message::printable;
 use jailer::{Jailed, Part};
 use netfilter_control::{Config, ControlError, ControlSocket, Counters, Event, MAX_POLICY, Policy, Request, plan};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::MemfdFlags;
+use rustix::fs::{MemfdFlags, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socket_with, socketpair, sockopt};
 
 use super::jail::{self, Confined, Confining, Ground};
 use super::journal::Journal;
-use super::machine::{create, reap};
+use super::machine::{create, open_plainly, reap};
 use super::resolvers::Resolvers;
 use crate::events::Events;
 use crate::home::HomeError;
@@ -94,6 +94,7 @@ pub(super) fn start(
     directory: &Path,
     jail: &spec::Jail,
     network: &Network,
+    known: Option<&Path>,
 ) -> Result<(Starting, Link), NetworkError> {
     let (control, theirs) = ControlSocket::pair()?;
     let errors = create(&directory.join("netfilter.log"))
@@ -102,12 +103,18 @@ pub(super) fn start(
 
     // While the jail is built.
     let resolvers = Resolvers::of_the_host();
-    let link = begin(&control, &network.policy, resolvers.known())?;
+    let link = begin(&control, &network.policy, resolvers.known(), known)?;
     Ok((Starting { confining, control, resolvers }, link))
 }
 
 /// Asks a filter to serve the guest at the other end of the link.
-pub(super) fn begin(control: &ControlSocket, policy: &Policy, resolvers: &[SocketAddr]) -> Result<Link, NetworkError> {
+/// `known`: the file of what another filter knew of it.
+pub(super) fn begin(
+    control: &ControlSocket,
+    policy: &Policy,
+    resolvers: &[SocketAddr],
+    known: Option<&Path>,
+) -> Result<Link, NetworkError> {
     let system = |what| move |error: Errno| NetworkError::System(what, error.into());
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (frames, link) = pair.map_err(system("socketpair"))?;
@@ -120,8 +127,12 @@ pub(super) fn begin(control: &ControlSocket, policy: &Policy, resolvers: &[Socke
     let routes = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None);
     let routes = routes.map_err(system("netlink socket"))?;
     let policy = in_memory(policy)?;
-    let config = Config { generation: 1, resolvers: resolvers.to_vec(), proxy: None, restored: false };
-    send(control, &Request::Start(config), &[frames.as_fd(), routes.as_fd(), policy.as_fd()])?;
+    let config = Config { generation: 1, resolvers: resolvers.to_vec(), proxy: None, restored: known.is_some() };
+    let known = known.map(|path| open_plainly(path, OFlags::RDONLY)).transpose();
+    let known = known.map_err(|error| NetworkError::System("the network of the snapshot", error))?;
+    let mut files = vec![frames.as_fd(), routes.as_fd(), policy.as_fd()];
+    files.extend(known.as_ref().map(AsFd::as_fd));
+    send(control, &Request::Start(config), &files)?;
     Ok(Link(link))
 }
 
@@ -221,6 +232,9 @@ impl Filter {
     }
 }
 
+/// What stands for a save among the numbers of policies, of which none is so high.
+const SAVE: u64 = u64::MAX;
+
 /// How many connections a policy ended, or why it is not in force.
 type Answer = Result<u64, String>;
 
@@ -282,6 +296,21 @@ impl Orders {
         Ok((*generation, revoked))
     }
 
+    /// Has the filter write down what a snapshot keeps of the network.
+    pub(super) fn save(&self, to: BorrowedFd<'_>) -> Result<(), String> {
+        // No policy is put in force meanwhile, whose answer could be taken for this one.
+        let _held = self.generation.lock().unwrap_or_else(PoisonError::into_inner);
+        let (sender, answer) = channel();
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some((SAVE, sender));
+        send(&self.control, &Request::Save, &[to]).map_err(|error| match error {
+            ControlError::Closed => ENDED.to_owned(),
+            error => error.to_string(),
+        })?;
+        let answer = answer.recv_timeout(PATIENCE);
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        answer.map_err(|_| format!("its network filter did not write down its state within {PATIENCE:?}"))?.map(drop)
+    }
+
     /// Ends the filter: it sees its control socket closed, or is killed by who sees that it should have ended.
     fn give_up(&self, why: &'static str) {
         // The first reason is the reason.
@@ -313,6 +342,8 @@ fn listen(orders: &Orders, journal: &mut Journal, resolvers: &mut Resolvers) -> 
             Ok(Some(Event::PolicyRefused { generation, error })) => {
                 orders.answer(Some(generation), Err(printable(&error)));
             }
+            Ok(Some(Event::Saved)) => orders.answer(Some(SAVE), Ok(0)),
+            Ok(Some(Event::SaveFailed { error })) => orders.answer(Some(SAVE), Err(printable(&error))),
             Ok(Some(Event::Stopped(counters))) => return Some(counters),
             Ok(_) => {}
             Err(_) => return None,

@@ -1,5 +1,6 @@
 //! The run's socket: other commands, and questions.
 
+use std::collections::BTreeSet;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, SyncSender, channel};
@@ -10,11 +11,13 @@ use guest::host::{Agent, AgentError};
 use guest::message::{ExecKind, ExecSpec, Terminal, printable};
 use netfilter_control::Policy;
 use serde_json::json;
-use vmm_control::{ControlSocket, Stats};
+use vmm_control::Stats;
 
 use super::Happening;
+use super::begin::Streams;
 use super::connection::Connection;
 use super::ending::exit_of;
+use super::epochs::Epochs;
 use super::network::Orders;
 use crate::environment::merge;
 use crate::events::Events;
@@ -30,39 +33,42 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// What the threads that serve clients share.
 #[derive(Debug)]
 pub(super) struct Shared {
-    run: RunDirectory,
-    spec: Spec,
-    control: Arc<ControlSocket>,
-    network: Arc<Orders>,
-    events: Arc<Events>,
+    pub(super) run: RunDirectory,
+    pub(super) spec: Spec,
+    pub(super) network: Arc<Orders>,
+    pub(super) events: Arc<Events>,
     /// Where the main thread listens.
     main: SyncSender<Happening>,
-    agent: OnceLock<Agent>,
+    pub(super) epochs: Epochs,
+    main_exec: OnceLock<Arc<guest::host::Exec>>,
     execs: AtomicU64,
+    /// Execs that clients have started, and that have not ended.
+    opened: Mutex<BTreeSet<String>>,
     asking: Mutex<Vec<Sender<Stats>>>,
     clients: Mutex<usize>,
     left: Condvar,
 }
 
 impl Shared {
-    /// For a run whose VMM has this control socket, and whose network filter takes these orders.
+    /// For a run whose network filter takes these orders.
     pub(super) fn new(
         run: &RunDirectory,
         spec: Spec,
-        control: Arc<ControlSocket>,
         network: Arc<Orders>,
         events: Arc<Events>,
         main: SyncSender<Happening>,
+        epochs: Epochs,
     ) -> Self {
         Self {
             run: RunDirectory::at(run.path().to_owned()),
             spec,
-            control,
+            epochs,
+            main_exec: OnceLock::new(),
             network,
             events,
             main,
-            agent: OnceLock::new(),
             execs: AtomicU64::new(0),
+            opened: Mutex::default(),
             asking: Mutex::default(),
             clients: Mutex::default(),
             left: Condvar::new(),
@@ -74,16 +80,39 @@ impl Shared {
         self.main.clone()
     }
 
-    /// The guest has booted.
-    pub(super) fn set_agent(&self, agent: Agent) {
-        // There is one boot, and so one agent.
-        let _ = self.agent.set(agent);
+    /// The agent, and the id of another exec.
+    pub(super) fn agent_and_id(&self, kind: &str) -> Result<(Agent, String), AgentError> {
+        let agent = self.epochs.agent().map_err(|_| AgentError::Gone)?;
+        Ok((agent, self.exec_id(kind)))
     }
 
-    /// The agent, and the id of another exec.
-    pub(super) fn agent_and_id(&self, kind: &str) -> Result<(&Agent, String), AgentError> {
-        let agent = self.agent.get().ok_or(AgentError::Gone)?;
-        Ok((agent, format!("{kind}-{}", self.execs.fetch_add(1, Ordering::Relaxed))))
+    /// An id that no exec of this machine has had, in whichever epoch.
+    fn exec_id(&self, kind: &str) -> String {
+        format!("{kind}-{}-{}", self.epochs.number(), self.execs.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The run's own command was started, or goes on.
+    pub(super) fn set_main_exec(&self, exec: Arc<guest::host::Exec>) {
+        // There is one.
+        let _ = self.main_exec.set(exec);
+    }
+
+    /// The run's own command, once it runs.
+    pub(super) fn main_exec(&self) -> Option<&Arc<guest::host::Exec>> {
+        self.main_exec.get()
+    }
+
+    fn open(&self, exec: &str) {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner).insert(exec.to_owned());
+    }
+
+    fn close(&self, exec: &str) {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner).remove(exec);
+    }
+
+    /// Execs of clients that have not ended.
+    pub(super) fn opened(&self) -> Vec<String> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
 
     /// The VMM answered: so does everyone's question.
@@ -162,29 +191,50 @@ fn client(mut stream: UnixStream, shared: &Shared) {
             Some(stats) => connection.finish(Frame::Stats(Box::new(stats))),
             None => connection.refuse(format!("run {}: its VMM does not answer", shared.spec.id)),
         },
-        Request::SetPolicy { policy } => match set_policy(shared, &policy) {
-            Ok(note) => connection.finish(Frame::Exit(Exit { notes: vec![note], ..Exit::default() })),
+        Request::Pause { save: false, .. } => {
+            answer(connection, shared, shared.pause().map(|()| format!("run {}: paused", shared.spec.id)));
+        }
+        Request::Pause { save: true, name } => {
+            let note = |id| format!("run {}: paused, and saved as snapshot {id}", shared.spec.id);
+            answer(connection, shared, shared.save_and_end(name.as_deref()).map(note));
+        }
+        Request::Snapshot { name } => match shared.save(name.as_deref(), true) {
+            Ok(id) => connection.result(format!("{id}\n").into_bytes()),
             Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
         },
+        Request::Resume => {
+            answer(connection, shared, shared.resume().map(|()| format!("run {}: running", shared.spec.id)));
+        }
+        Request::SetPolicy { policy } => answer(connection, shared, set_policy(shared, &policy)),
         Request::Primary { .. } => connection.refuse(format!("run {}: its command has its client", shared.spec.id)),
+    }
+}
+
+/// Tells a client what came of its order.
+fn answer(connection: Connection, shared: &Shared, outcome: Result<String, String>) {
+    match outcome {
+        Ok(note) => connection.finish(Frame::Exit(Exit { notes: vec![note], ..Exit::default() })),
+        Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
     }
 }
 
 fn run(connection: Connection, shared: &Shared, kind: &str, spec: impl FnOnce(String) -> ExecSpec) {
     let id = &shared.spec.id;
-    let Some(agent) = shared.agent.get() else {
-        return connection.refuse(format!("run {id}: it is still starting; try again in a moment"));
+    let agent = match shared.epochs.agent() {
+        Ok(agent) => agent,
+        Err(why) => return connection.refuse(why.words(id)),
     };
-    let number = shared.execs.fetch_add(1, Ordering::Relaxed);
-    let spec = spec(format!("{kind}-{number}"));
+    let spec = spec(shared.exec_id(kind));
     let command = command_of(&spec).to_owned();
     let exec = spec.id.clone();
+    shared.open(&exec);
     shared.events.add("exec.started", json!({ "exec": exec, "command": command }));
-    let record = agent.exec(spec).and_then(|exec| connection.relay(&Arc::new(exec)));
+    let record = agent.exec(spec).and_then(|exec| connection.relay(&Arc::new(exec), (0, 0)));
     let ended = match &record {
         Ok(record) => json!({ "exec": exec, "exit_code": record.status() }),
         Err(error) => json!({ "exec": exec, "error": printable(&error.to_string()) }),
     };
+    shared.close(&exec);
     shared.events.add("exec.ended", ended);
     match record {
         Ok(record) => connection.finish(Frame::Exit(exit_of(&record, &command))),
@@ -196,7 +246,7 @@ fn run(connection: Connection, shared: &Shared, kind: &str, spec: impl FnOnce(St
 fn stats(shared: &Shared) -> Option<Stats> {
     let (sender, answer) = channel();
     shared.asking.lock().unwrap_or_else(PoisonError::into_inner).push(sender);
-    shared.control.send(&vmm_control::Request::Stats, &[]).ok()?;
+    shared.epochs.send(&vmm_control::Request::Stats).ok()?;
     answer.recv_timeout(PATIENCE).ok()
 }
 
@@ -213,15 +263,24 @@ fn set_policy(shared: &Shared, policy: &Policy) -> Result<String, String> {
     Ok(format!("run {}: policy {generation} is in force; {revoked} {connections} reset", shared.spec.id))
 }
 
+/// What the run's own command is called in the guest: one that goes on keeps its name, and so do the machine's others.
+pub(super) fn command_id(spec: &Spec, epoch: u64, there: Option<&Streams>) -> String {
+    match there {
+        Some(streams) if !spec.another_command => streams.main.clone(),
+        Some(_) => format!("main-{epoch}"),
+        None => "main".to_owned(),
+    }
+}
+
 /// The run's own command, as the agent is told.
-pub(super) fn own_command(process: &Process, size: Option<Size>) -> ExecSpec {
+pub(super) fn own_command(process: &Process, id: String, size: Option<Size>) -> ExecSpec {
     ExecSpec {
         env: process.env.clone(),
         user: process.user.clone(),
         cwd: process.workdir.clone(),
         stdin: process.stdin,
         terminal: process.tty.then(|| terminal(size, &process.term)),
-        ..ExecSpec::command("main", process.command.clone())
+        ..ExecSpec::command(id, process.command.clone())
     }
 }
 
@@ -302,8 +361,8 @@ mod tests {
 
     #[test]
     fn a_terminal_only_if_it_was_asked_for() {
-        assert_eq!(own_command(&own(), Some(Size { rows: 1, columns: 1 })).terminal, None);
-        let terminal = own_command(&Process { tty: true, ..own() }, None).terminal.unwrap();
+        assert_eq!(own_command(&own(), "main".into(), Some(Size { rows: 1, columns: 1 })).terminal, None);
+        let terminal = own_command(&Process { tty: true, ..own() }, "main".into(), None).terminal.unwrap();
         assert_eq!((terminal.rows, terminal.cols), (24, 80));
     }
 }

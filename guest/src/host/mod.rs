@@ -174,6 +174,12 @@ impl Frozen {
         Ok(Frozen(Agent { control, about: Arc::new(about) }))
     }
 
+    /// Takes a machine for stopped, whose answer to [`Agent::freeze`] did not come.
+    #[must_use]
+    pub fn of(agent: &Agent) -> Frozen {
+        Frozen(agent.clone())
+    }
+
     /// Begins another epoch, and lets the workload go on in it.
     ///
     /// # Errors

@@ -34,6 +34,12 @@ impl Output {
         self.stdout
     }
 
+    /// What a command said that must have ended well.
+    pub(crate) fn done(self) -> Self {
+        assert_eq!(self.code, 0, "{self:?}");
+        self
+    }
+
     /// The standard error of a command that must have ended with `code`.
     pub(crate) fn refused(self, code: i32) -> String {
         assert_eq!(self.code, code, "{self:?}");

@@ -28,6 +28,7 @@ mod processes;
 mod pty;
 
 mod boot;
+mod epochs;
 mod files;
 mod hostile;
 mod image;
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
         snapshot::TESTS,
         run::TESTS,
         files::TESTS,
+        epochs::TESTS,
         tty::TESTS,
         refusals::TESTS,
         kill::TESTS,

@@ -1,0 +1,162 @@
+//! `bulkhead fork` and the continuation of a run that was saved: machines go on from snapshots.
+
+use std::fs::File;
+use std::path::Path;
+
+use clap::Args;
+use snapshot::store::{Chain, ChainLayer, Depth, Snapshot, Snapshots};
+
+use super::Format;
+use super::launch::{Outcome, take_part, watch};
+use super::resolve::check_host;
+use super::snapshot::ask_for_snapshot;
+use crate::home::{Home, ProgramFiles, read_json};
+use crate::image::Images;
+use crate::image::progress::Progress;
+use crate::spec::Spec;
+use crate::store::{RunDirectory, Store, StoreError};
+use crate::{FAILED, clock, say};
+
+/// `bulkhead fork`
+#[derive(Debug, Args)]
+#[command(
+    after_help = "A run that is forked is saved first, and goes on. A copy has an id, a host name, a machine-id, random numbers \
+                        and\nnetwork connections of its own; its command goes on where the other one was."
+)]
+pub(crate) struct Fork {
+    /// A name for the new run, which is then kept when it ends; with -n, what the names begin with
+    #[arg(long, value_parser = super::run::run_name)]
+    name: Option<String>,
+    /// How many
+    #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u8).range(1..=64))]
+    number: u8,
+    /// Say nothing but results and errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Id, unique beginning of an id, or name of a run or a snapshot
+    #[arg(value_name = "RUN|SNAPSHOT")]
+    from: String,
+}
+
+/// `bulkhead fork`: returns the exit status.
+pub(crate) fn fork(args: &Fork) -> Result<u8, String> {
+    let home = Home::find().map_err(|error| error.to_string())?;
+    let store = Store::open(&home).map_err(|error| error.to_string())?;
+    store.sweep().map_err(|error| error.to_string())?;
+    let snapshots = Snapshots::open(home.path()).map_err(|error| error.to_string())?;
+    let snapshot = snapshot_of(&store, &snapshots, &args.from)?;
+    verify(&snapshot, args.quiet)?;
+    let mut runs = Vec::new();
+    for number in 1..=args.number {
+        let name =
+            args.name.as_ref().map(|name| if args.number == 1 { name.clone() } else { format!("{name}-{number}") });
+        let mut spec = spec_from(&home, &snapshot, name)?;
+        check_host(&spec).map_err(|error| format!("cannot fork {}: {error}", args.from))?;
+        let (directory, lock) = create(&store, &snapshots, &snapshot, &mut spec)?;
+        runs.push(Created { directory, lock, spec });
+    }
+    match <[Created; 1]>::try_from(runs) {
+        Ok([run]) => {
+            let mut outcome = Outcome { name: run.spec.name.clone(), ..Outcome::default() };
+            if let Err(error) = take_part(&store, &run.directory, &run.spec, run.lock, false, &mut outcome) {
+                (outcome.exit_code, outcome.error) = (FAILED, Some(error));
+            }
+            outcome.tell(Format::Table, args.quiet)
+        }
+        Err(many) => together(&store, many),
+    }
+}
+
+/// A run that has a directory.
+struct Created {
+    directory: RunDirectory,
+    lock: File,
+    spec: Spec,
+}
+
+/// Takes part in several runs at once: each line of theirs says whose it is. The exit status is the greatest.
+fn together(store: &Store, runs: Vec<Created>) -> Result<u8, String> {
+    std::thread::scope(|scope| {
+        let watch = |run: Created| {
+            move || match watch(store, &run.directory, &run.spec, run.lock) {
+                Ok(exit) => {
+                    exit.error.iter().chain(&exit.notes).for_each(|text| say(text));
+                    exit.code
+                }
+                Err(error) => {
+                    say(&error);
+                    FAILED
+                }
+            }
+        };
+        let threads: Vec<_> = runs.into_iter().map(|run| scope.spawn(watch(run))).collect();
+        let codes = threads.into_iter().map(|thread| thread.join().unwrap_or(FAILED));
+        Ok(codes.max().unwrap_or(FAILED))
+    })
+}
+
+/// The snapshot that is meant: one, or that of a run that was saved, or one that is taken now of a run that goes on.
+fn snapshot_of(store: &Store, snapshots: &Snapshots, given: &str) -> Result<Snapshot, String> {
+    let run = match store.find(given) {
+        Ok(run) => run,
+        Err(StoreError::Unknown(_)) => {
+            return snapshots.find(given).map_err(|error| format!("{given:?} is no run; {error}"));
+        }
+        Err(error) => return Err(error.to_string()),
+    };
+    let id = match &run.state.saved {
+        Some(id) => id.clone(),
+        None if run.state.is_live() => ask_for_snapshot(given, None)?,
+        None => {
+            let why = "it ended, and was not saved; fork one of its snapshots (bulkhead snapshot list)";
+            return Err(format!("run {}: {why}", run.spec.id));
+        }
+    };
+    snapshots.find(&id).map_err(|error| error.to_string())
+}
+
+/// Hashes what was not hashed yet.
+pub(super) fn verify(snapshot: &Snapshot, quiet: bool) -> Result<(), String> {
+    let mut progress = Progress::new("verifying", None, quiet);
+    snapshot.verify(Depth::IfNeeded, &mut |bytes| progress.add(bytes)).map_err(|error| error.to_string())
+}
+
+/// Makes the directory of a run that goes on from a snapshot, which from then on cannot be removed.
+pub(super) fn create(
+    store: &Store,
+    snapshots: &Snapshots,
+    snapshot: &Snapshot,
+    spec: &mut Spec,
+) -> Result<(RunDirectory, File), String> {
+    let text = |error: &dyn std::fmt::Display| format!("snapshot {}: {error}", snapshot.id());
+    let _held = snapshots.hold(snapshot).map_err(|error| text(&error))?;
+    let manifest = snapshot.manifest();
+    let below = manifest.layers.iter().map(String::as_str).chain([snapshot.id()]);
+    let mut layers: Vec<_> = below.map(|id| ChainLayer::Snapshot(id.to_owned())).collect();
+    layers.push(ChainLayer::Own("1".to_owned()));
+    store.create(spec, &Chain { layers }, manifest.epoch).map_err(|error| text(&error))
+}
+
+/// What a run that goes on from a snapshot is.
+pub(super) fn spec_from(home: &Home, snapshot: &Snapshot, name: Option<String>) -> Result<Spec, String> {
+    let text = |error: &dyn std::fmt::Display| format!("snapshot {}: {error}", snapshot.id());
+    let mut spec: Spec = read_json(&snapshot.path("spec.json")).map_err(|error| text(&error))?;
+    // Programs are those of this installation, and the image that of this state directory.
+    let files = ProgramFiles::find().map_err(|error| text(&error))?;
+    let own = |path: &Path| path.canonicalize().map_err(|error| format!("{}: {error}", path.display()));
+    spec.machine.vmm = own(&files.vmm)?;
+    spec.machine.jail.jailer = own(&files.jailer)?;
+    spec.network.netfilter = own(&files.netfilter)?;
+    // A name may stand for another image by now.
+    let image = spec.machine.image_file.parent().and_then(Path::file_name).and_then(|name| name.to_str()).unwrap_or("");
+    let image = Images::of(home).find(image).map_err(|error| text(&error))?;
+    image.verify(true).map_err(|error| text(&error))?;
+    spec.machine.image_file = own(&image.root)?;
+    spec.ephemeral = name.is_none();
+    spec.name = name;
+    spec.created = clock::now();
+    spec.from = Some(snapshot.id().to_owned());
+    spec.another_command = false;
+    (spec.ports, spec.inputs, spec.artifacts) = (Vec::new(), Vec::new(), None);
+    Ok(spec)
+}

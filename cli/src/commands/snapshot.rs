@@ -1,0 +1,193 @@
+//! `bulkhead snapshot`: saved machines and disks.
+
+use clap::{Args, Subcommand};
+use guest::message::printable;
+use serde_json::{Value, json};
+use snapshot::store::{Depth, Snapshot, Snapshots, Status};
+
+use super::{Format, dial, print, table};
+use crate::client::{ClientError, unexpected};
+use crate::frame::{Frame, Request};
+use crate::home::Home;
+use crate::image::progress::Progress;
+use crate::say;
+use crate::units::show_size;
+
+/// `bulkhead snapshot`
+#[derive(Debug, Subcommand)]
+#[command(subcommand_required = true, arg_required_else_help = true)]
+pub(crate) enum SnapshotCommand {
+    /// Save a running run's machine, memory and disk, while it goes on
+    Create(Create),
+    /// List snapshots
+    #[command(visible_alias = "ls")]
+    List(List),
+    /// Print everything about snapshots, as JSON
+    Inspect(Which),
+    /// Hash every file of snapshots, and of those that they stand on
+    Verify(Which),
+    /// Remove snapshots on which nothing stands
+    Rm(Which),
+}
+
+/// `bulkhead snapshot create`
+#[derive(Debug, Args)]
+pub(crate) struct Create {
+    /// A name for the snapshot
+    #[arg(long, value_parser = super::run::run_name)]
+    name: Option<String>,
+    /// Id, unique beginning of an id, or name of the run
+    run: String,
+}
+
+/// `bulkhead snapshot list`
+#[derive(Debug, Args)]
+pub(crate) struct List {
+    /// Ids alone
+    #[arg(short, long, conflicts_with = "format")]
+    quiet: bool,
+    /// How to print them
+    #[arg(long, value_enum, default_value = "table")]
+    format: Format,
+}
+
+/// Some snapshots.
+#[derive(Debug, Args)]
+pub(crate) struct Which {
+    /// Say nothing but results and errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Ids, unique beginnings of ids, or names
+    #[arg(required = true, value_name = "SNAPSHOT")]
+    snapshots: Vec<String>,
+}
+
+/// `bulkhead snapshot`: returns the exit status.
+pub(crate) fn snapshot(command: &SnapshotCommand) -> Result<u8, String> {
+    match command {
+        SnapshotCommand::Create(args) => {
+            let id = ask_for_snapshot(&args.run, args.name.clone())?;
+            print(&format!("{id}\n"))?;
+            Ok(0)
+        }
+        SnapshotCommand::List(args) => list(args),
+        SnapshotCommand::Inspect(args) => inspect(args),
+        SnapshotCommand::Verify(args) => each(args, |snapshot| {
+            let mut progress = Progress::new("verifying", None, args.quiet);
+            snapshot.verify(Depth::Always, &mut |bytes| progress.add(bytes)).map_err(|error| error.to_string())
+        }),
+        SnapshotCommand::Rm(args) => {
+            let snapshots = open()?;
+            each(args, |snapshot| snapshots.remove(snapshot.id()).map_err(|error| error.to_string()))
+        }
+    }
+}
+
+fn open() -> Result<Snapshots, String> {
+    let home = Home::find().map_err(|error| error.to_string())?;
+    Snapshots::open(home.path()).map_err(|error| error.to_string())
+}
+
+/// Has a run's supervisor save it; gives the snapshot's id.
+pub(super) fn ask_for_snapshot(run: &str, name: Option<String>) -> Result<String, String> {
+    let (listed, mut connection) = dial(run)?;
+    let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
+    Frame::Request(Request::Snapshot { name }).write(&mut connection).map_err(|error| failed(&error))?;
+    let mut id = String::new();
+    loop {
+        match Frame::read(&mut connection).map_err(|error| failed(&error))? {
+            Some(Frame::Stdout(bytes)) => id.push_str(String::from_utf8_lossy(&bytes).trim_end()),
+            Some(Frame::Exit(exit)) => {
+                exit.notes.iter().for_each(|note| say(note));
+                return exit.error.map_or(Ok(id), Err);
+            }
+            Some(other) => return Err(failed(&unexpected(&other))),
+            None => return Err(failed(&ClientError::Lost)),
+        }
+    }
+}
+
+/// Does something with each; the first that fails does not keep it from the others.
+fn each(args: &Which, mut what: impl FnMut(&Snapshot) -> Result<(), String>) -> Result<u8, String> {
+    let snapshots = open()?;
+    let mut code = 0;
+    for given in &args.snapshots {
+        let done = snapshots.find(given).map_err(|error| error.to_string()).and_then(|snapshot| {
+            what(&snapshot)?;
+            print(&format!("{}\n", snapshot.id()))
+        });
+        if let Err(error) = done {
+            say(&error);
+            code = crate::FAILED;
+        }
+    }
+    Ok(code)
+}
+
+fn list(args: &List) -> Result<u8, String> {
+    let all = open()?.list().map_err(|error| error.to_string())?;
+    let text = match args.format {
+        _ if args.quiet => all.iter().map(|snapshot| format!("{}\n", snapshot.id())).collect(),
+        Format::Table => {
+            let head = ["ID", "NAME", "KIND", "RUN", "IMAGE", "STATE", "CREATED", "SIZE"].map(str::to_owned).to_vec();
+            table(&std::iter::once(head).chain(all.iter().map(row)).collect::<Vec<_>>())
+        }
+        Format::Json => {
+            let all: Vec<Value> = all.iter().map(object).collect();
+            let text = serde_json::to_string_pretty(&all).map_err(|error| error.to_string())?;
+            format!("{text}\n")
+        }
+    };
+    print(&text)?;
+    Ok(0)
+}
+
+fn state(snapshot: &Snapshot) -> &'static str {
+    match snapshot.status() {
+        Status::Sealed => "saved",
+        Status::Sealing => "sealing",
+        Status::NeverSealed => "damaged (never sealed)",
+    }
+}
+
+fn row(snapshot: &Snapshot) -> Vec<String> {
+    let manifest = snapshot.manifest();
+    vec![
+        snapshot.id().to_owned(),
+        manifest.name.clone().unwrap_or_default(),
+        manifest.kind.to_string(),
+        manifest.origin.clone(),
+        printable(&manifest.image),
+        state(snapshot).to_owned(),
+        manifest.created.clone(),
+        show_size(snapshot.bytes()),
+    ]
+}
+
+fn object(snapshot: &Snapshot) -> Value {
+    let manifest = snapshot.manifest();
+    json!({
+        "id": snapshot.id(),
+        "state": state(snapshot),
+        "bytes": snapshot.bytes(),
+        "manifest": manifest,
+    })
+}
+
+fn inspect(args: &Which) -> Result<u8, String> {
+    let snapshots = open()?;
+    let mut all = Vec::new();
+    for given in &args.snapshots {
+        let snapshot = snapshots.find(given).map_err(|error| error.to_string())?;
+        let mut object = object(&snapshot);
+        let dependents = snapshots.dependents(snapshot.id()).map_err(|error| error.to_string())?;
+        let dependents: Vec<String> = dependents.iter().map(ToString::to_string).collect();
+        if let Some(map) = object.as_object_mut() {
+            map.insert("dependents".to_owned(), json!(dependents));
+        }
+        all.push(object);
+    }
+    let text = serde_json::to_string_pretty(&all).map_err(|error| error.to_string())?;
+    print(&format!("{text}\n"))?;
+    Ok(0)
+}

@@ -1,0 +1,113 @@
+//! How a run's machine begins: it boots, on a disk of its own or on the one that it left, or goes on from what was saved.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use snapshot::store::{Chain, ChainLayer, Snapshot, Snapshots};
+
+use super::layers::{Layers, own};
+use super::machine::SavedMachine;
+use crate::home::{HomeError, read_json};
+use crate::spec::{Phase, Spec};
+use crate::store::RunDirectory;
+
+/// In a snapshot, and in the directory of a run that was saved: what its clients have of the execs' output.
+pub(crate) const STREAMS: &str = "streams.json";
+
+/// The execs of a machine that was saved.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Streams {
+    /// The run's own command.
+    pub(crate) main: String,
+    /// Bytes of its output that its client has.
+    pub(crate) stdout: u64,
+    /// Bytes of its error output.
+    pub(crate) stderr: u64,
+    /// The others, whose clients are gone.
+    pub(crate) others: Vec<String>,
+}
+
+/// How a machine begins.
+#[derive(Debug)]
+pub(super) struct Beginning {
+    /// The number of its epoch.
+    pub(super) epoch: u64,
+    /// Its disk.
+    pub(super) layers: Layers,
+    /// What it goes on from; else it boots.
+    pub(super) saved: Option<Saved>,
+}
+
+/// What a machine goes on from.
+#[derive(Debug)]
+pub(super) struct Saved {
+    pub(super) machine: SavedMachine,
+    /// What its network filter knew.
+    pub(super) network: Option<PathBuf>,
+    pub(super) streams: Streams,
+    /// Whether another run went on from it, or may yet: this one is a copy.
+    pub(super) copy: bool,
+}
+
+/// What is wrong with what a run is to go on from.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum BeginError {
+    #[error(transparent)]
+    Home(#[from] HomeError),
+    #[error(transparent)]
+    Snapshot(#[from] snapshot::store::StoreError),
+    #[error(transparent)]
+    Machine(#[from] super::machine::MachineError),
+}
+
+impl Beginning {
+    /// How this run's machine is to begin. With `cold` it boots, whatever was saved.
+    pub(super) fn of(run: &RunDirectory, spec: &Spec, cold: bool) -> Result<Self, BeginError> {
+        let state = run.state()?;
+        let snapshots = Snapshots::open(&run.home())?;
+        let chain = Chain::read(&run.chain())?;
+        let first = state.state == Phase::Starting;
+        let layers = layers(run, spec, &snapshots, &chain, first)?;
+        let from = if first { spec.from.as_ref() } else { state.saved.as_ref() };
+        let saved = match from.filter(|_| !cold) {
+            Some(id) => saved(run, &snapshots.find(id)?, first)?,
+            None => None,
+        };
+        Ok(Self { epoch: state.epoch.saturating_add(1), layers, saved })
+    }
+}
+
+/// The disk's layers. The first time those of the run's own are made.
+fn layers(
+    run: &RunDirectory,
+    spec: &Spec,
+    snapshots: &Snapshots,
+    chain: &Chain,
+    first: bool,
+) -> Result<Layers, BeginError> {
+    let mut there = Vec::new();
+    let mut stems = Vec::new();
+    for layer in &chain.layers {
+        match layer {
+            ChainLayer::Snapshot(id) => there.push(snapshots.find(id)?.layer()),
+            ChainLayer::Own(stem) if first => stems.push(stem.clone()),
+            ChainLayer::Own(stem) => there.push(own(run.path(), stem)),
+        }
+    }
+    Ok(Layers::make(run.path(), there, &stems, spec.machine.disk, !spec.ephemeral)?)
+}
+
+/// What a snapshot of a machine holds; nothing if it is one of a disk alone.
+fn saved(run: &RunDirectory, snapshot: &Snapshot, copy: bool) -> Result<Option<Saved>, BeginError> {
+    let Some((state, memory)) = snapshot.machine() else { return Ok(None) };
+    let own_streams = run.path().join(STREAMS);
+    // What its own client got after the machine had stopped, the run itself knows.
+    let streams = if !copy && own_streams.exists() { own_streams } else { snapshot.path(STREAMS) };
+    Ok(Some(Saved {
+        machine: SavedMachine { state, memory },
+        network: snapshot.network(),
+        streams: read_json(&streams)?,
+        copy,
+    }))
+}

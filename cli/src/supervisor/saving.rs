@@ -1,0 +1,181 @@
+//! Saving a run's machine as a snapshot.
+//!
+//! The machine is stopped while its state and memory are written and its disk is cut; what follows, from the hard links
+//! of the frozen layer to the hashes, happens while it goes on. The run's disk is at every moment what its chain says.
+
+use std::fs::File;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use guest::message::printable;
+use serde_json::json;
+use snapshot::store::{Chain, ChainLayer, Kind, Meta, Pending, Snapshot, Snapshots};
+use vmm_control::{Event, MAX_LAYERS, Request};
+
+use super::Happening;
+use super::begin::{STREAMS, Streams};
+use super::layers::{self, own};
+use super::serve::Shared;
+use crate::clock;
+
+/// What a machine was written to, before anyone may use it.
+struct Written {
+    pending: Pending,
+    /// The chain before, and with the new live layer.
+    chain: Chain,
+    /// The layer that is frozen now.
+    frozen: String,
+}
+
+/// Why the machine was not written; it is as it was.
+type Failed = String;
+
+impl Shared {
+    /// Saves the machine and gives the snapshot's id. It then goes on, if it did before and is to.
+    pub(super) fn save(&self, name: Option<&str>, goes_on: bool) -> Result<String, Failed> {
+        let _turn = self.epochs.turn()?;
+        let text = |error: snapshot::store::StoreError| error.to_string();
+        let snapshots = Snapshots::open(&self.run.home()).map_err(text)?;
+        let was_paused = self.epochs.is_paused();
+        let begun = Instant::now();
+        if !was_paused {
+            self.stop_machine()?;
+        }
+        let stopped = Instant::now();
+        let written = self.write(&snapshots, name);
+        let guest_stop = stopped.elapsed();
+        let (written, went_on) = match written {
+            Err(why) if was_paused => return Err(why),
+            Err(why) => return Err(self.go_on_after(why)),
+            Ok(written) if goes_on && !was_paused => (written, self.start_machine(self.epochs.number())),
+            Ok(written) => (written, Ok(())),
+        };
+        let workload_stop = begun.elapsed();
+        let snapshot = self.publish(written)?;
+        let id = snapshot.id().to_owned();
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let times =
+            json!({ "snapshot": id, "guest_stop_us": micros(guest_stop), "workload_stop_us": micros(workload_stop) });
+        self.events.add("snapshot.published", times);
+        snapshot.seal(&mut |_| ()).map_err(text)?;
+        self.events.add("snapshot.saved", json!({ "snapshot": id }));
+        went_on.map_err(|why| format!("saved as snapshot {id}, but {why}"))?;
+        Ok(id)
+    }
+
+    /// Saves the machine, and ends the run's processes: it goes on from the snapshot.
+    pub(super) fn save_and_end(&self, name: Option<&str>) -> Result<String, Failed> {
+        let id = self.save(name, false)?;
+        self.tell_main(|done| Happening::Saved { snapshot: id.clone(), done })?;
+        Ok(id)
+    }
+
+    /// Writes the stopped machine's state and memory, and cuts its disk.
+    fn write(&self, snapshots: &Snapshots, name: Option<&str>) -> Result<Written, Failed> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let chain = Chain::read(&self.run.chain()).map_err(|error| text(&error))?;
+        let Some((ChainLayer::Own(frozen), below)) = chain.layers.split_last() else {
+            return Err("its disk has no layer of its own".to_owned());
+        };
+        if below.iter().any(|layer| matches!(layer, ChainLayer::Own(_))) {
+            return Err("its disk has more than one layer of its own, which a snapshot cannot hold".to_owned());
+        }
+        if chain.layers.len().saturating_add(2) >= MAX_LAYERS {
+            return Err(format!(
+                "its disk has {} layers, as many as may be; flatten the snapshot that it began with (bulkhead snapshot \
+                 flatten), and start from that",
+                chain.layers.len()
+            ));
+        }
+        let frozen = frozen.clone();
+        let pending = snapshots.begin(name).map_err(|error| text(&error))?;
+        let stem = frozen.parse::<u64>().unwrap_or(0).saturating_add(1).to_string();
+        let live = own(self.run.path(), &stem);
+        let durable = !self.spec.ephemeral;
+        let layer = layers::make(&live, self.spec.machine.disk, durable).map_err(|error| text(&error))?;
+        let mut longer = chain.clone();
+        longer.layers.push(ChainLayer::Own(stem));
+        let saved = longer
+            .write(&self.run.chain())
+            .map_err(|error| text(&error))
+            .and_then(|()| self.write_files(&pending, &layer));
+        match saved {
+            Ok(()) => Ok(Written { pending, chain: longer, frozen }),
+            Err(why) => {
+                // An empty layer more would not change the disk.
+                if chain.write(&self.run.chain()).is_ok() {
+                    remove_layer(&live);
+                }
+                Err(why)
+            }
+        }
+    }
+
+    fn write_files(&self, pending: &Pending, layer: &(File, File)) -> Result<(), Failed> {
+        let text = |error: &dyn std::fmt::Display| error.to_string();
+        let create = |name| pending.create(name).map_err(|error| text(&error));
+        let (state, memory, network) = (create("state")?, create("memory")?, create("net.json")?);
+        self.network.save(network.as_fd())?;
+        let pagemap = self.epochs.pagemap().map_err(|error| format!("its VMM's page map: {error}"))?;
+        let files: [BorrowedFd<'_>; 5] =
+            [state.as_fd(), memory.as_fd(), pagemap.as_fd(), layer.0.as_fd(), layer.1.as_fd()];
+        self.epochs.ask(&Request::Save, &files, None, |event| match event {
+            Event::Saved(_) => Some(Ok(())),
+            Event::SaveFailed { error } => Some(Err(printable(&error))),
+            _ => None,
+        })??;
+        let spec = serde_json::to_vec_pretty(&self.spec).map_err(|error| text(&error))?;
+        pending.write("spec.json", &spec).map_err(|error| text(&error))?;
+        let streams = serde_json::to_vec(&self.streams()).map_err(|error| text(&error))?;
+        pending.write(STREAMS, &streams).map_err(|error| text(&error))
+    }
+
+    /// What the clients have of the execs' output.
+    pub(super) fn streams(&self) -> Streams {
+        let main = self.main_exec();
+        let (stdout, stderr) = main.as_ref().map_or((0, 0), |exec| exec.passed());
+        let main = main.map_or_else(String::new, |exec| exec.id().to_owned());
+        Streams { main, stdout, stderr, others: self.opened() }
+    }
+
+    /// Makes a snapshot of what was written, and has the run's disk stand on it.
+    fn publish(&self, written: Written) -> Result<Snapshot, Failed> {
+        let text = |error: snapshot::store::StoreError| error.to_string();
+        let Written { pending, chain, frozen } = written;
+        let data = own(self.run.path(), &frozen);
+        pending.link_disk(&data, &data.with_extension("map")).map_err(text)?;
+        let below = chain.layers.iter().filter_map(|layer| match layer {
+            ChainLayer::Snapshot(id) => Some(id.clone()),
+            ChainLayer::Own(_) => None,
+        });
+        let machine = &self.spec.machine;
+        let meta = Meta {
+            created: clock::now(),
+            kind: Kind::Full,
+            origin: self.spec.id.clone(),
+            epoch: self.epochs.number(),
+            image: machine.image.clone(),
+            layers: below.collect(),
+            disk_bytes: machine.disk,
+            memory_bytes: machine.memory,
+            vcpus: machine.cpus,
+        };
+        let snapshot = pending.publish(meta).map_err(text)?;
+        // The run's disk now stands on the snapshot's layer, which is the same file.
+        let moved = |layer: ChainLayer| match layer {
+            ChainLayer::Own(stem) if stem == frozen => ChainLayer::Snapshot(snapshot.id().to_owned()),
+            other => other,
+        };
+        let chain = Chain { layers: chain.layers.into_iter().map(moved).collect() };
+        if chain.write(&self.run.chain()).is_ok() {
+            remove_layer(&data);
+        }
+        Ok(snapshot)
+    }
+}
+
+fn remove_layer(data: &PathBuf) {
+    let _ = std::fs::remove_file(data);
+    let _ = std::fs::remove_file(data.with_extension("map"));
+}

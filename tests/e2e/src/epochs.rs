@@ -1,0 +1,155 @@
+//! Runs that stand still, are saved, go on, and are copied: with the commands that people use.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::Test;
+use crate::cli::Bulkhead;
+use crate::command::until;
+
+pub(crate) const TESTS: &[Test] = &[
+    ("epochs::a_paused_run_stands_still_and_goes_on", a_paused_run_stands_still_and_goes_on),
+    ("epochs::a_saved_run_goes_on_exactly_where_it_was", a_saved_run_goes_on_exactly_where_it_was),
+    ("epochs::copies_differ_in_all_that_must_not_be_twice", copies_differ_in_all_that_must_not_be_twice),
+];
+
+/// Counts on standard output, so that a byte that is lost or doubled shows; and has state in memory, in a file that is open,
+/// on a disk and in a timer.
+const COUNTER: &str = "exec 5>/open; echo disk >/file; echo memory >/dev/shm/file; i=0; \
+                       while :; do i=$((i+1)); echo $i; echo $i >&5; sleep 0.1; done";
+
+fn state(bulkhead: &Bulkhead, name: &str) -> Value {
+    let inspected: Value = serde_json::from_str(&bulkhead.output(&["inspect", name]).expect(0)).unwrap();
+    inspected[0].clone()
+}
+
+/// Whether these are all numbers from 1 on.
+fn complete(printed: &str) -> Result<u64, String> {
+    let mut last = 0;
+    // The last line may be cut.
+    let whole = printed.rfind('\n').map_or("", |end| &printed[..end]);
+    for line in whole.lines() {
+        if line.parse() != Ok(last + 1) {
+            return Err(format!("{line:?} follows {last}"));
+        }
+        last += 1;
+    }
+    Ok(last)
+}
+
+fn a_paused_run_stands_still_and_goes_on() {
+    let bulkhead = Bulkhead::new();
+    let mut run = bulkhead.start(&["run", "--name", "box", "-m", "256M", "busybox", "sh", "-c", COUNTER]);
+    run.until_printed("3\n");
+    // Paused, it does nothing, and says so.
+    assert!(bulkhead.output(&["pause", "box"]).done().stderr.contains(": paused"));
+    assert_eq!(state(&bulkhead, "box")["state"], "paused");
+    let before = run.printed();
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(run.printed(), before);
+    let refused = bulkhead.shell("box", "true").refused(125);
+    assert!(refused.contains("it is paused; bulkhead resume"), "{refused}");
+    assert!(bulkhead.output(&["pause", "box"]).refused(125).contains("it is paused already"));
+
+    // It goes on, in another epoch, with a clock that is right.
+    assert!(bulkhead.output(&["resume", "box"]).done().stderr.contains(": running"));
+    let after = complete(&before).unwrap() + 3;
+    run.until_printed(&format!("\n{after}\n"));
+    let said = bulkhead.shell("box", "cat /dev/bulkhead/epoch; date +%s").expect(0);
+    let (epoch, clock) = said.trim_end().split_once('\n').unwrap();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    assert!(epoch == "2" && now.abs_diff(clock.parse().unwrap()) <= 1, "{said} at {now}");
+    assert!(bulkhead.output(&["resume", "box"]).refused(125).contains("it is not paused"));
+
+    // A process that waits in the kernel cannot be stopped: it is named, and the run goes on.
+    bulkhead.shell("box", "fsfreeze --freeze / && { touch /new & } ; sleep 1").expect(0);
+    let refused = bulkhead.output(&["pause", "box"]).refused(125);
+    assert!(refused.contains("(touch) does not stop"), "{refused}");
+    bulkhead.shell("box", "fsfreeze --unfreeze /").expect(0);
+    assert_eq!(state(&bulkhead, "box")["state"], "running");
+
+    // Removed while it stands still, nothing is left.
+    bulkhead.output(&["pause", "box"]).done();
+    bulkhead.output(&["rm", "-f", "box"]).expect(0);
+    run.finish();
+    assert!(bulkhead.runs().is_empty());
+}
+
+fn a_saved_run_goes_on_exactly_where_it_was() {
+    let bulkhead = Bulkhead::new();
+    let mut run = bulkhead.start(&["run", "--name", "box", "-m", "256M", "busybox", "sh", "-c", COUNTER]);
+    run.until_printed("3\n");
+    let mut whole = String::new();
+    for generation in 1..=3 {
+        // Saved, its processes are gone, and its client says what goes on.
+        bulkhead.output(&["pause", "--save", "box"]).done();
+        let output = run.finish();
+        assert!(output.code == 125 && output.stderr.contains("bulkhead resume"), "{output:?}");
+        whole.push_str(&output.stdout);
+        let saved = state(&bulkhead, "box");
+        assert_eq!(saved["state"], "paused", "{saved}");
+        bulkhead.output(&["snapshot", "verify", saved["saved"].as_str().unwrap()]).done();
+        // Resumed, not a byte is lost or doubled.
+        run = bulkhead.start(&["resume", "-q", "box"]);
+        let next = complete(&whole).unwrap_or_else(|error| panic!("generation {generation}: {error}")) + 2;
+        run.until_printed(&format!("{next}\n"));
+        assert_eq!(bulkhead.shell("box", "cat /file /dev/shm/file").expect(0), "disk\nmemory\n");
+    }
+    bulkhead.output(&["rm", "-f", "box"]).expect(0);
+    whole.push_str(&run.finish().stdout);
+    assert!(complete(&whole).unwrap() >= 9, "{whole}");
+    for snapshot in bulkhead.output(&["snapshot", "list", "-q"]).expect(0).lines().rev() {
+        bulkhead.output(&["snapshot", "rm", snapshot]).done();
+    }
+    assert!(bulkhead.runs().is_empty());
+}
+
+fn copies_differ_in_all_that_must_not_be_twice() {
+    let bulkhead = Bulkhead::new();
+    let mut run = bulkhead.start(&["run", "--name", "box", "-m", "256M", "busybox", "sh", "-c", COUNTER]);
+    run.until_printed("3\n");
+    bulkhead.shell("box", "echo 0123456789abcdef0123456789abcdef >/etc/machine-id").expect(0);
+    // A snapshot leaves the run running.
+    let snapshot = bulkhead.output(&["snapshot", "create", "box"]).expect(0).trim_end().to_owned();
+    let at = complete(&run.printed()).unwrap();
+    run.until_printed(&format!("\n{}\n", at + 3));
+    // Four copies of it, all at once.
+    let mut copies = bulkhead.start(&["fork", "-n", "4", "--name", "copy", &snapshot]);
+    let names: Vec<String> = (1..=4).map(|n| format!("copy-{n}")).collect();
+    until("four copies", || names.iter().all(|name| bulkhead.output(&["exec", name, "true"]).code == 0));
+    let script =
+        "hostname; cat /etc/machine-id /proc/sys/kernel/random/uuid; head -c 16 /dev/urandom | md5sum; date +%s";
+    let mut seen = BTreeSet::new();
+    for name in &names {
+        let said = bulkhead.shell(name, script).expect(0);
+        let lines: Vec<&str> = said.lines().collect();
+        assert_eq!(lines.len(), 5, "{said}");
+        assert_eq!(lines[0], name);
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        assert!(now.abs_diff(lines[4].parse().unwrap()) <= 1, "{said} at {now}");
+        for line in &lines[..4] {
+            assert!(seen.insert((*line).to_owned()), "{line} is there twice");
+        }
+        assert_eq!(bulkhead.shell(name, "cat /file /dev/shm/file").expect(0), "disk\nmemory\n");
+    }
+    // What one of them writes, no other sees.
+    bulkhead.shell("copy-1", "echo mine >/file").expect(0);
+    assert_eq!(bulkhead.shell("copy-2", "cat /file").expect(0), "disk\n");
+    // What they stand on is not removed.
+    let refused = bulkhead.output(&["snapshot", "rm", &snapshot]).refused(125);
+    assert!(refused.contains("run"), "{refused}");
+    for name in names.iter().map(String::as_str).chain(["box"]) {
+        bulkhead.output(&["rm", "-f", name]).expect(0);
+    }
+    assert!(!copies.has_ended() || copies.finish().code == 125);
+    run.finish();
+    bulkhead.output(&["snapshot", "rm", &snapshot]).done();
+    assert!(
+        fs::read_dir(bulkhead.home().join("snapshots"))
+            .unwrap()
+            .all(|entry| { entry.unwrap().file_name().to_string_lossy().starts_with('.') })
+    );
+}
