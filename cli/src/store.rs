@@ -15,12 +15,13 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, FlockOperation, RenameFlags, renameat_with};
 use serde::Serialize;
-use snapshot::store::Chain;
+use snapshot::store::{Chain, ChainLayer, Snapshot};
 
 use crate::events::Events;
 use crate::home::{Home, HomeError, at, make_directory, read_json};
 use crate::spec::{Jailed, Phase, SetPolicy, Spec, State};
 use crate::supervisor::begin::{STREAMS, Streams};
+use crate::supervisor::layers;
 
 /// In a run's directory: how its VMM is confined.
 pub(crate) const VMM_JAIL: &str = "jail.json";
@@ -262,6 +263,26 @@ impl RunDirectory {
             }
             Err(error) => Err(at(&path)(error.into())),
         }
+    }
+
+    /// Has its disk and its machine be those of a snapshot, from the next start on. Its lock is held.
+    pub(crate) fn go_back_to(&self, snapshot: &Snapshot, disk: u64) -> Result<(), StoreError> {
+        let chain = Chain::read(&self.chain())?;
+        let own = |layer: &ChainLayer| match layer {
+            ChainLayer::Own(stem) => stem.parse::<u64>().ok(),
+            ChainLayer::Snapshot(_) => None,
+        };
+        let last = chain.layers.iter().filter_map(own).max().unwrap_or(0);
+        let stem = last.saturating_add(1).to_string();
+        let live = layers::own(self.path(), &stem);
+        layers::make(&live, disk, true).map_err(|error| at(&live)(io::Error::other(error.to_string())))?;
+        let below = snapshot.manifest().layers.iter().map(String::as_str).chain([snapshot.id()]);
+        let mut all: Vec<_> = below.map(|id| ChainLayer::Snapshot(id.to_owned())).collect();
+        all.push(ChainLayer::Own(stem));
+        let mut state = self.state()?;
+        state.saved = Some(snapshot.id().to_owned());
+        Chain { layers: all }.write(&self.chain())?;
+        Ok(self.write_state(&state, true)?)
     }
 
     /// It is kept from now on, however it was made.

@@ -4,12 +4,15 @@ use std::fs::File;
 use std::path::Path;
 
 use clap::Args;
+use serde_json::json;
 use snapshot::store::{Chain, ChainLayer, Depth, Snapshot, Snapshots};
 
 use super::Format;
 use super::launch::{Outcome, take_part, watch};
 use super::resolve::check_host;
+use super::run::Run;
 use super::snapshot::ask_for_snapshot;
+use crate::events::Events;
 use crate::home::{Home, ProgramFiles, read_json};
 use crate::image::Images;
 use crate::image::progress::Progress;
@@ -27,6 +30,9 @@ pub(crate) struct Fork {
     /// A name for the new run, which is then kept when it ends; with -n, what the names begin with
     #[arg(long, value_parser = super::run::run_name)]
     name: Option<String>,
+    /// Go on from what is good where the snapshot is damaged: its disk alone, or the snapshot before
+    #[arg(long, value_enum, value_name = "WHAT")]
+    fallback: Option<Fallback>,
     /// How many
     #[arg(short, long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u8).range(1..=64))]
     number: u8,
@@ -45,7 +51,10 @@ pub(crate) fn fork(args: &Fork) -> Result<u8, String> {
     store.sweep().map_err(|error| error.to_string())?;
     let snapshots = Snapshots::open(home.path()).map_err(|error| error.to_string())?;
     let snapshot = snapshot_of(&store, &snapshots, &args.from)?;
-    verify(&snapshot, args.quiet)?;
+    let Sound { snapshot, cold, instead } = sound(snapshot, args.fallback, args.quiet)?;
+    if let Some(why) = &instead {
+        say(&format!("{why}; going on from {}", if cold { "its disk" } else { snapshot.id() }));
+    }
     let mut runs = Vec::new();
     for number in 1..=args.number {
         let name =
@@ -53,17 +62,33 @@ pub(crate) fn fork(args: &Fork) -> Result<u8, String> {
         let mut spec = spec_from(&home, &snapshot, name)?;
         check_host(&spec).map_err(|error| format!("cannot fork {}: {error}", args.from))?;
         let (directory, lock) = create(&store, &snapshots, &snapshot, &mut spec)?;
+        note_fallback(&directory, &spec, &snapshot, cold, instead.as_deref());
         runs.push(Created { directory, lock, spec });
     }
     match <[Created; 1]>::try_from(runs) {
         Ok([run]) => {
             let mut outcome = Outcome { name: run.spec.name.clone(), ..Outcome::default() };
-            if let Err(error) = take_part(&store, &run.directory, &run.spec, run.lock, false, &mut outcome) {
+            if let Err(error) = take_part(&store, &run.directory, &run.spec, run.lock, cold, &mut outcome) {
                 (outcome.exit_code, outcome.error) = (FAILED, Some(error));
             }
             outcome.tell(Format::Table, args.quiet)
         }
-        Err(many) => together(&store, many),
+        Err(many) => together(&store, many, cold),
+    }
+}
+
+/// Writes into a run's log that it does not go on from what was meant.
+pub(super) fn note_fallback(
+    directory: &RunDirectory,
+    spec: &Spec,
+    snapshot: &Snapshot,
+    cold: bool,
+    instead: Option<&str>,
+) {
+    let Some(why) = instead else { return };
+    let event = json!({ "why": why, "snapshot": snapshot.id(), "disk_alone": cold });
+    if let Ok(events) = Events::open(directory.path(), !spec.ephemeral) {
+        events.add("snapshot.fallback", event);
     }
 }
 
@@ -75,10 +100,10 @@ struct Created {
 }
 
 /// Takes part in several runs at once: each line of theirs says whose it is. The exit status is the greatest.
-fn together(store: &Store, runs: Vec<Created>) -> Result<u8, String> {
+fn together(store: &Store, runs: Vec<Created>, cold: bool) -> Result<u8, String> {
     std::thread::scope(|scope| {
         let watch = |run: Created| {
-            move || match watch(store, &run.directory, &run.spec, run.lock) {
+            move || match watch(store, &run.directory, &run.spec, run.lock, cold) {
                 Ok(exit) => {
                     exit.error.iter().chain(&exit.notes).for_each(|text| say(text));
                     exit.code
@@ -121,6 +146,50 @@ pub(super) fn verify(snapshot: &Snapshot, quiet: bool) -> Result<(), String> {
     snapshot.verify(Depth::IfNeeded, &mut |bytes| progress.add(bytes)).map_err(|error| error.to_string())
 }
 
+/// What to go on from when a snapshot is damaged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Fallback {
+    // The saved disk, booted afresh: what was in memory is lost.
+    Disk,
+    // The snapshot before: what was done since is lost.
+    Parent,
+}
+
+/// What a run goes on from.
+pub(super) struct Sound {
+    pub(super) snapshot: Snapshot,
+    /// Whether it boots on the disk.
+    pub(super) cold: bool,
+    /// What is wrong with the one that was meant, if this is another way.
+    pub(super) instead: Option<String>,
+}
+
+/// Hashes a snapshot, and falls back on what is good as far as that is allowed.
+pub(super) fn sound(snapshot: Snapshot, fallback: Option<Fallback>, quiet: bool) -> Result<Sound, String> {
+    let Err(why) = verify(&snapshot, quiet) else { return Ok(Sound { snapshot, cold: false, instead: None }) };
+    match fallback {
+        None => Err(format!(
+            "{why}\n--fallback=disk would boot on its disk, if that is good, and lose what was in memory; \
+             --fallback=parent would go on from the snapshot before, if there is a good one, and lose what was done since"
+        )),
+        Some(Fallback::Disk) => {
+            let mut progress = Progress::new("verifying", None, quiet);
+            match snapshot.verify_disk(&mut |bytes| progress.add(bytes)) {
+                Ok(()) => Ok(Sound { snapshot, cold: true, instead: Some(why) }),
+                Err(error) => Err(format!("{why}; and its disk is no better: {error}")),
+            }
+        }
+        Some(Fallback::Parent) => match snapshot.parent() {
+            Ok(Some(parent)) => {
+                let parent = sound(parent, fallback, quiet).map_err(|error| format!("{why}; and {error}"))?;
+                Ok(Sound { instead: Some(why), ..parent })
+            }
+            Ok(None) => Err(format!("{why}; and there is no snapshot before it")),
+            Err(error) => Err(format!("{why}; and the one before: {error}")),
+        },
+    }
+}
+
 /// Makes the directory of a run that goes on from a snapshot, which from then on cannot be removed.
 pub(super) fn create(
     store: &Store,
@@ -158,5 +227,40 @@ pub(super) fn spec_from(home: &Home, snapshot: &Snapshot, name: Option<String>) 
     spec.from = Some(snapshot.id().to_owned());
     spec.another_command = false;
     (spec.ports, spec.inputs, spec.artifacts) = (Vec::new(), Vec::new(), None);
+    Ok(spec)
+}
+
+/// What `run --from` is: the saved machine, with what the command line says beside it.
+pub(super) fn run_from(
+    args: &Run,
+    home: &Home,
+    snapshot: &Snapshot,
+    command: &[String],
+) -> Result<Spec, Box<dyn std::error::Error>> {
+    let mut spec = spec_from(home, snapshot, args.name.clone())?;
+    let asked = super::resolve::beside(args, spec.process.workdir.as_deref())?;
+    spec.ephemeral = args.rm || args.name.is_none();
+    spec.labels.extend(args.labels.iter().cloned());
+    (spec.ports, spec.inputs, spec.artifacts) = (args.ports.clone(), asked.inputs, asked.artifacts);
+    if args.network.is_given() {
+        spec.network.policy = args.network.compile()?;
+    }
+    spec.start_timeout_ms = asked.start_timeout_ms;
+    spec.timeout_ms = asked.timeout_ms;
+    let process = &mut spec.process;
+    process.env = crate::environment::merge(&process.env, &args.process.environment()?);
+    process.workdir = args.process.workdir.clone().or(process.workdir.take());
+    process.user = args.process.user.clone().or(process.user.take());
+    if !command.is_empty() || snapshot.machine().is_none() {
+        spec.another_command = true;
+        (process.stdin, process.tty, process.term) =
+            (args.process.interactive, args.process.tty, crate::terminal::kind());
+    }
+    if !command.is_empty() {
+        process.command = command.to_vec();
+    }
+    if process.command.is_empty() {
+        return Err("the snapshot has no command; give one".into());
+    }
     Ok(spec)
 }

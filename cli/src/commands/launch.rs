@@ -109,9 +109,15 @@ pub(super) fn take_part(
 }
 
 /// Starts the supervisor of a run that is one of several, and shows what it prints, until its end.
-pub(super) fn watch(store: &Store, directory: &RunDirectory, spec: &Spec, lock: File) -> Result<Exit, String> {
+pub(super) fn watch(
+    store: &Store,
+    directory: &RunDirectory,
+    spec: &Spec,
+    lock: File,
+    cold: bool,
+) -> Result<Exit, String> {
     let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", spec.id);
-    let launched = launch(directory, spec, None, false, &lock);
+    let launched = launch(directory, spec, None, cold, &lock);
     drop(lock);
     let (connection, _log) = launched.map_err(|error| {
         let _ = directory.remove();

@@ -3,14 +3,14 @@
 use clap::Args;
 use snapshot::store::Snapshots;
 
-use super::fork::verify;
+use super::fork::{Fallback, Sound, note_fallback, sound};
 use super::launch::{Outcome, take_part};
 use super::process::check_terminal_for;
 use super::resolve::check_host;
 use super::{Format, open_store, order};
-use crate::FAILED;
 use crate::frame::Request;
 use crate::home::Home;
+use crate::{FAILED, say};
 
 /// `bulkhead pause`
 #[derive(Debug, Args)]
@@ -34,6 +34,9 @@ pub(crate) struct Resume {
     /// Boot again on the disk that the run left, whether its machine was saved or not
     #[arg(long)]
     cold: bool,
+    /// Go on from what is good where the snapshot is damaged: its disk alone, or the snapshot before
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "cold")]
+    fallback: Option<Fallback>,
     /// Say nothing but results and errors
     #[arg(short, long)]
     quiet: bool,
@@ -61,26 +64,33 @@ pub(crate) fn resume(args: &Resume) -> Result<u8, String> {
     if run.state.epoch == 0 {
         return Err(format!("run {id}: it never started; remove it (bulkhead rm {id})"));
     }
-    match (&run.state.saved, args.cold) {
+    let sound = match (&run.state.saved, args.cold) {
         (Some(snapshot), false) => {
             let home = Home::find().map_err(|error| error.to_string())?;
             let snapshots = Snapshots::open(home.path()).map_err(|error| error.to_string())?;
             let snapshot = snapshots.find(snapshot).map_err(|error| format!("run {id}: {error}"))?;
-            verify(&snapshot, args.quiet).map_err(|error| format!("run {id}: {error}"))?;
+            Some(sound(snapshot, args.fallback, args.quiet).map_err(|error| format!("run {id}: {error}"))?)
         }
         (None, false) => {
             let why =
                 format!("it is {}, and was not saved; bulkhead resume --cold {id} boots it again", run.state.state);
             return Err(format!("run {id}: {why}"));
         }
-        (_, true) => {}
-    }
+        (_, true) => None,
+    };
     let failed = |error: &dyn std::fmt::Display| format!("run {id}: {error}");
     check_terminal_for(run.spec.process.tty).map_err(|error| failed(&error))?;
     check_host(&run.spec).map_err(|error| failed(&error))?;
     let lock = run.directory.take().map_err(|error| failed(&error))?;
+    let mut cold = args.cold;
+    if let Some(Sound { snapshot, cold: disk_alone, instead: Some(why) }) = &sound {
+        say(&format!("{why}; going on from {}", if *disk_alone { "its disk" } else { snapshot.id() }));
+        note_fallback(&run.directory, &run.spec, snapshot, *disk_alone, Some(why));
+        run.directory.go_back_to(snapshot, run.spec.machine.disk).map_err(|error| failed(&error))?;
+        cold = *disk_alone;
+    }
     let mut outcome = Outcome { name: run.spec.name.clone(), ..Outcome::default() };
-    if let Err(error) = take_part(&store, &run.directory, &run.spec, lock, args.cold, &mut outcome) {
+    if let Err(error) = take_part(&store, &run.directory, &run.spec, lock, cold, &mut outcome) {
         (outcome.exit_code, outcome.error) = (FAILED, Some(error));
     }
     outcome.tell(Format::Table, args.quiet)

@@ -48,6 +48,11 @@ pub(crate) struct Given {
 }
 
 impl Given {
+    /// Whether any option says what may be reached.
+    pub(crate) fn is_given(&self) -> bool {
+        !self.network_policy.is_empty() || !self.allow.is_empty()
+    }
+
     /// What it comes to. Without any option everything is denied.
     pub(crate) fn compile(&self) -> Result<Policy, String> {
         const OPTION: &str = "--network-policy";

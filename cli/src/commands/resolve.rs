@@ -19,11 +19,10 @@ const PAGE: u64 = 4096;
 /// Everything that was asked for, resolved.
 pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]) -> Result<Spec, Box<dyn Error>> {
     let env = args.process.environment()?;
-    let inputs = args.inputs.iter().map(|input| resolve_input(input)).collect::<Result<_, _>>()?;
     let image = Images::of(home).find(image)?;
     let command = command_in(&image, args.entrypoint.as_deref(), command)?;
     let workdir = args.process.workdir.clone().or_else(|| non_empty(image.config.workdir.clone()));
-    let artifacts = resolve_artifacts(args, workdir.as_deref())?;
+    let beside = beside(args, workdir.as_deref())?;
     let policy = args.network.compile()?;
     let kernel = kernel::Store::of(home).kernel(args.kernel.as_deref())?;
     let modules = if args.modules { Some(canonical(&kernel.tree()?)?) } else { None };
@@ -69,10 +68,28 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
             tty: args.process.tty,
             term: terminal::kind(),
         },
+        start_timeout_ms: beside.start_timeout_ms,
+        timeout_ms: beside.timeout_ms,
+        inputs: beside.inputs,
+        artifacts: beside.artifacts,
+    })
+}
+
+/// What was asked for beside the machine and its command.
+pub(super) struct Beside {
+    pub(super) start_timeout_ms: u64,
+    pub(super) timeout_ms: Option<u64>,
+    pub(super) inputs: Vec<Input>,
+    pub(super) artifacts: Option<Artifacts>,
+}
+
+/// Resolves it, for a command with this working directory.
+pub(super) fn beside(args: &Run, workdir: Option<&str>) -> Result<Beside, String> {
+    Ok(Beside {
         start_timeout_ms: millis(args.start_timeout),
         timeout_ms: args.timeout.map(millis),
-        inputs,
-        artifacts,
+        inputs: args.inputs.iter().map(|input| resolve_input(input)).collect::<Result<_, _>>()?,
+        artifacts: resolve_artifacts(args, workdir)?,
     })
 }
 

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use snapshot::store::{Chain, ChainLayer};
+use snapshot::store::{Chain, ChainLayer, Snapshots};
 use vmm_control::Stats;
 
+use super::fork::{create, run_from, verify};
 use super::launch::{Outcome, take_part};
 use super::process::{Process, check_terminal, split, warn_of_misplaced};
 use super::resolve::{check_host, make_spec};
@@ -24,7 +25,7 @@ const DEFAULT_MEMORY: &str = "1G";
 /// `bulkhead run`
 #[derive(Debug, Args)]
 #[command(
-    override_usage = "bulkhead run [OPTIONS] IMAGE [--] [COMMAND [ARG...]]",
+    override_usage = "bulkhead run [OPTIONS] IMAGE [--] [COMMAND [ARG...]]\n       bulkhead run --from SNAPSHOT [OPTIONS] [--] [COMMAND [ARG...]]",
     after_help = "Options end at IMAGE: what follows belongs to the command. Sizes are binary: 4G, 4GB and 4GiB are \
                   the same.\nA run without --name is removed when it ends; a named one is kept unless --rm is given."
 )]
@@ -74,6 +75,9 @@ pub(crate) struct Run {
     /// Record the guest's serial console in the run's console.log; slows the boot
     #[arg(long)]
     pub(crate) console: bool,
+    /// Go on from a snapshot in place of booting an image: with its machine, and a command of its own or the one that runs there
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with_all = ["cpus", "memory", "disk", "kernel", "modules", "console", "entrypoint", "cmdline_extra", "disk_layers"])]
+    pub(crate) from: Option<String>,
     /// Say nothing but results and errors
     #[arg(short, long)]
     pub(crate) quiet: bool,
@@ -108,14 +112,17 @@ pub(crate) struct Run {
     #[arg(long, hide = true, value_name = "PATH")]
     pub(crate) stats_file: Option<PathBuf>,
     /// The image, then the command [default: the image's]
-    #[arg(value_name = "IMAGE [COMMAND]", required = true, num_args = 1.., trailing_var_arg = true)]
+    #[arg(value_name = "IMAGE [COMMAND]", required_unless_present = "from", num_args = 1.., trailing_var_arg = true)]
     words: Vec<String>,
 }
 
 impl Run {
-    /// The image and the command's words.
+    /// The image and the command's words. A run that goes on from a snapshot names no image.
     pub(crate) fn image_and_command(&self) -> (&str, &[String]) {
-        split(&self.words)
+        match self.from {
+            Some(_) => ("", self.words.strip_prefix(&["--".to_owned()][..]).unwrap_or(&self.words)),
+            None => split(&self.words),
+        }
     }
 }
 
@@ -137,7 +144,20 @@ fn attempt(args: &Run, outcome: &mut Outcome) -> Result<(), String> {
     let starting = |error: &dyn std::fmt::Display| format!("cannot start run: {error}");
     check_terminal(&args.process).map_err(|error| starting(&error))?;
     let home = Home::find().map_err(|error| starting(&error))?;
-    let mut spec = make_spec(args, &home, image, command).map_err(|error| starting(&error))?;
+    let from = match &args.from {
+        Some(given) => {
+            let snapshots = Snapshots::open(home.path()).map_err(|error| starting(&error))?;
+            let snapshot = snapshots.find(given).map_err(|error| starting(&error))?;
+            verify(&snapshot, args.quiet || args.dry_run).map_err(|error| starting(&error))?;
+            Some((snapshots, snapshot))
+        }
+        None => None,
+    };
+    let spec = match &from {
+        Some((_, snapshot)) => run_from(args, &home, snapshot, command),
+        None => make_spec(args, &home, image, command),
+    };
+    let mut spec = spec.map_err(|error| starting(&error))?;
     if args.dry_run {
         let text = serde_json::to_string_pretty(&spec).map_err(|error| starting(&error))?;
         return print(&format!("{text}\n"));
@@ -145,9 +165,15 @@ fn attempt(args: &Run, outcome: &mut Outcome) -> Result<(), String> {
     check_host(&spec).map_err(|error| starting(&error))?;
     let store = Store::open(&home).map_err(|error| starting(&error))?;
     store.sweep().map_err(|error| starting(&error))?;
-    let own = (1..=spec.machine.disk_layers).map(|number| ChainLayer::Own(number.to_string()));
-    let chain = Chain { layers: own.collect() };
-    let (directory, lock) = store.create(&mut spec, &chain, 0).map_err(|error| starting(&error))?;
+    let (directory, lock) = match &from {
+        Some((snapshots, snapshot)) => {
+            create(&store, snapshots, snapshot, &mut spec).map_err(|error| starting(&error))?
+        }
+        None => {
+            let own = (1..=spec.machine.disk_layers).map(|number| ChainLayer::Own(number.to_string()));
+            store.create(&mut spec, &Chain { layers: own.collect() }, 0).map_err(|error| starting(&error))?
+        }
+    };
 
     let exit = take_part(&store, &directory, &spec, lock, false, outcome)?;
     if let (Some(path), Some(stats)) = (&args.stats_file, &exit.stats) {

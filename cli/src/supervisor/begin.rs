@@ -59,6 +59,10 @@ pub(super) enum BeginError {
     Snapshot(#[from] snapshot::store::StoreError),
     #[error(transparent)]
     Machine(#[from] super::machine::MachineError),
+    #[error(
+        "its disk does not stand on snapshot {snapshot}, so that its memory cannot go on with it; --cold boots on the disk"
+    )]
+    Apart { snapshot: String },
 }
 
 impl Beginning {
@@ -68,30 +72,33 @@ impl Beginning {
         let snapshots = Snapshots::open(&run.home())?;
         let chain = Chain::read(&run.chain())?;
         let first = state.state == Phase::Starting;
-        let layers = layers(run, spec, &snapshots, &chain, first)?;
         let from = if first { spec.from.as_ref() } else { state.saved.as_ref() };
         let saved = match from.filter(|_| !cold) {
+            // Memory and disk are of one moment, or the file system in that memory would ruin the one on the disk.
+            Some(id) if chain.top_snapshot() != Some(id) => return Err(BeginError::Apart { snapshot: id.clone() }),
             Some(id) => saved(run, &snapshots.find(id)?, first)?,
             None => None,
         };
+        // What a start that did not get so far has written above the saved disk does not belong to the saved memory.
+        let layers = layers(run, spec, &snapshots, &chain, first || saved.is_some())?;
         Ok(Self { epoch: state.epoch.saturating_add(1), layers, saved })
     }
 }
 
-/// The disk's layers. The first time those of the run's own are made.
+/// The disk's layers. Those of the run's own are made if they are to be fresh.
 fn layers(
     run: &RunDirectory,
     spec: &Spec,
     snapshots: &Snapshots,
     chain: &Chain,
-    first: bool,
+    fresh: bool,
 ) -> Result<Layers, BeginError> {
     let mut there = Vec::new();
     let mut stems = Vec::new();
     for layer in &chain.layers {
         match layer {
             ChainLayer::Snapshot(id) => there.push(snapshots.find(id)?.layer()),
-            ChainLayer::Own(stem) if first => stems.push(stem.clone()),
+            ChainLayer::Own(stem) if fresh => stems.push(stem.clone()),
             ChainLayer::Own(stem) => there.push(own(run.path(), stem)),
         }
     }

@@ -12,6 +12,7 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use super::network::{Link, begin, wait_until_it_serves};
 use super::{jail, network::NetworkError};
+use crate::spec::SetPolicy;
 
 /// How long an answer may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -30,7 +31,7 @@ pub(crate) fn try_out(jailer: &Path, filter: &Path) -> Result<(), String> {
     listener.set_nonblocking(true).map_err(|error| format!("a listener: {error}"))?;
     let port = listener.local_addr().map_err(|error| format!("a listener: {error}"))?.port();
     let (control, theirs) = ControlSocket::pair().map_err(|error| error.to_string())?;
-    let link = begin(&control, &Policy::default(), &[], None).map_err(text)?;
+    let link = begin(&control, &SetPolicy { generation: 1, policy: Policy::default() }, &[], None).map_err(text)?;
     let started = jail::start_bare_filter(jailer, filter, std::os::fd::AsFd::as_fd(&theirs));
     let (_user, mut jailed) = started.map_err(|error| error.to_string())?;
     drop(theirs);

@@ -60,7 +60,7 @@ impl Layers {
 }
 
 /// Makes one empty layer.
-pub(super) fn make(data: &Path, size: u64, durable: bool) -> Result<(File, File), MachineError> {
+pub(crate) fn make(data: &Path, size: u64, durable: bool) -> Result<(File, File), MachineError> {
     let map = data.with_extension("map");
     let files = (create(data)?, create(&map)?);
     snapshot::disk::create_layer(&files.0, &files.1, size)

@@ -53,7 +53,7 @@ use crate::clock;
 use crate::events::{Events, LOG as EVENT_LOG};
 use crate::frame::{Frame, Request, Size};
 use crate::home::HomeError;
-use crate::spec::{Phase, Spec, State};
+use crate::spec::{Phase, SetPolicy, Spec, State};
 use crate::store::RunDirectory;
 
 /// How long we wait for the VMM to say why the machine ended, after its connections broke.
@@ -144,6 +144,7 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
     let directory = directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
     let run = RunDirectory::at(directory);
     let spec = run.spec().map_err(|error| error.to_string())?;
+    let before = run.state().map_err(|error| error.to_string())?;
     let events = Events::open(run.path(), !spec.ephemeral).map_err(|error| format!("{EVENT_LOG}: {error}"))?;
     let events = Arc::new(events);
     surroundings::raise_descriptor_limit().map_err(|error| format!("descriptor limit: {error}"))?;
@@ -183,7 +184,11 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
 
     let mut exit = ending.exit(console::tail(&run.path().join("console.log")));
     exit.notes = bounded(notes);
-    let state = ending.state(command_started, epoch);
+    let mut state = ending.state(command_started, epoch);
+    if before.saved.is_some() && supervision.as_ref().is_none_or(|supervision| supervision.agent.is_none()) {
+        // It did not come to go on: it still can.
+        state = State { reason: state.reason, ..before };
+    }
     let ended = json!({ "state": state.state, "reason": state.reason, "exit_code": state.exit_code });
     events.add("run.ended", ended);
     // The record first, then the lock, then the client: who hears of the end finds it so.
@@ -273,8 +278,10 @@ impl<'a> Supervision<'a> {
         let (machine, ground) = (&spec.machine, Ground::find(&spec.machine.jail));
         let beginning = Beginning::of(run, spec, how.cold).map_err(|error| text(&error))?;
         let Beginning { epoch, layers, saved } = beginning;
+        let policy = run.policy().map_err(|error| text(&error))?;
+        let policy = policy.unwrap_or_else(|| SetPolicy { generation: 1, policy: spec.network.policy.clone() });
         let known = saved.as_ref().and_then(|saved| saved.network.as_deref());
-        let starting = network::start(&ground, run.path(), &machine.jail, &spec.network, known);
+        let starting = network::start(&ground, run.path(), &machine.jail, &spec.network.netfilter, &policy, known);
         let (starting, link) = starting.map_err(|error| text(&error))?;
         let from = saved.as_ref().map(|saved| &saved.machine);
         let vmm = Vmm::start(&ground, run.path(), machine, &layers, from, Some(&link));

@@ -26,7 +26,7 @@ use super::machine::{create, open_plainly, reap};
 use super::resolvers::Resolvers;
 use crate::events::Events;
 use crate::home::HomeError;
-use crate::spec::{self, Network};
+use crate::spec::{self, SetPolicy};
 use crate::store::{FILTER_JAIL, write_jail};
 
 /// How long a filter may take to say that it serves. It is a matter of milliseconds; a host that thrashes is given time.
@@ -86,6 +86,7 @@ pub(super) struct Starting {
     confining: Confining,
     control: ControlSocket,
     resolvers: Resolvers,
+    generation: u64,
 }
 
 /// Starts the filter of a run. Call it on the main thread: the filter is killed when the thread that started it ends.
@@ -93,25 +94,26 @@ pub(super) fn start(
     ground: &Ground,
     directory: &Path,
     jail: &spec::Jail,
-    network: &Network,
+    netfilter: &Path,
+    policy: &SetPolicy,
     known: Option<&Path>,
 ) -> Result<(Starting, Link), NetworkError> {
     let (control, theirs) = ControlSocket::pair()?;
     let errors = create(&directory.join("netfilter.log"))
         .map_err(|error| NetworkError::System("netfilter.log", io::Error::other(error.to_string())))?;
-    let confining = jail::start_filter(ground, &network.netfilter, jail, directory, theirs.as_fd(), errors)?;
+    let confining = jail::start_filter(ground, netfilter, jail, directory, theirs.as_fd(), errors)?;
 
     // While the jail is built.
     let resolvers = Resolvers::of_the_host();
-    let link = begin(&control, &network.policy, resolvers.known(), known)?;
-    Ok((Starting { confining, control, resolvers }, link))
+    let link = begin(&control, policy, resolvers.known(), known)?;
+    Ok((Starting { confining, control, resolvers, generation: policy.generation }, link))
 }
 
 /// Asks a filter to serve the guest at the other end of the link.
 /// `known`: the file of what another filter knew of it.
 pub(super) fn begin(
     control: &ControlSocket,
-    policy: &Policy,
+    policy: &SetPolicy,
     resolvers: &[SocketAddr],
     known: Option<&Path>,
 ) -> Result<Link, NetworkError> {
@@ -126,8 +128,9 @@ pub(super) fn begin(
     }
     let routes = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None);
     let routes = routes.map_err(system("netlink socket"))?;
-    let policy = in_memory(policy)?;
-    let config = Config { generation: 1, resolvers: resolvers.to_vec(), proxy: None, restored: known.is_some() };
+    let generation = policy.generation;
+    let policy = in_memory(&policy.policy)?;
+    let config = Config { generation, resolvers: resolvers.to_vec(), proxy: None, restored: known.is_some() };
     let known = known.map(|path| open_plainly(path, OFlags::RDONLY)).transpose();
     let known = known.map_err(|error| NetworkError::System("the network of the snapshot", error))?;
     let mut files = vec![frames.as_fd(), routes.as_fd(), policy.as_fd()];
@@ -154,12 +157,17 @@ pub(super) fn wait_until_it_serves(control: &ControlSocket, process: &mut Jailed
 impl Starting {
     /// Waits until the filter serves the guest, or until it is known why it does not.
     pub(super) fn finish(self, directory: &Path) -> Result<Filter, NetworkError> {
-        let Self { confining, control, resolvers } = self;
+        let Self { confining, control, resolvers, generation } = self;
         let mut process = confining.finish()?;
         let record = process.record().map_err(|error| NetworkError::System("its process", error))?;
         write_jail(directory, FILTER_JAIL, &record)?;
         wait_until_it_serves(&control, &mut process.jailed)?;
-        Ok(Filter { process, orders: Arc::new(Orders::new(control)), resolvers: Some(resolvers), ended: None })
+        Ok(Filter {
+            process,
+            orders: Arc::new(Orders::new(control, generation)),
+            resolvers: Some(resolvers),
+            ended: None,
+        })
     }
 }
 
@@ -252,8 +260,8 @@ pub(super) struct Orders {
 }
 
 impl Orders {
-    fn new(control: ControlSocket) -> Self {
-        Self { control, generation: Mutex::new(1), waiting: Mutex::default(), given_up: OnceLock::new() }
+    fn new(control: ControlSocket, generation: u64) -> Self {
+        Self { control, generation: Mutex::new(generation), waiting: Mutex::default(), given_up: OnceLock::new() }
     }
 
     /// Puts a policy in force: its number, and how many connections it ended. `record` is called when it is.
@@ -422,7 +430,7 @@ mod tests {
     #[test]
     fn an_answer_counts_for_its_own_policy_alone() {
         let (ours, theirs) = ControlSocket::pair().unwrap();
-        let orders = Arc::new(Orders::new(ours));
+        let orders = Arc::new(Orders::new(ours, 1));
         let ((_directory, mut journal), listening) = (journal(), Arc::clone(&orders));
         let listener =
             std::thread::spawn(move || listen(&listening, &mut journal, &mut Resolvers::of_the_host()).is_some());
@@ -451,7 +459,7 @@ mod tests {
     #[test]
     fn a_filter_that_does_not_say_what_is_in_force_is_ended() {
         let (ours, theirs) = ControlSocket::pair().unwrap();
-        let orders = Orders::new(ours);
+        let orders = Orders::new(ours, 1);
         let set = |orders: &Orders| {
             orders.set_policy_within(Duration::from_millis(20), &Policy::default(), |_| panic!("not in force"))
         };

@@ -125,7 +125,12 @@ impl Shared {
             Event::SaveFailed { error } => Some(Err(printable(&error))),
             _ => None,
         })??;
-        let spec = serde_json::to_vec_pretty(&self.spec).map_err(|error| text(&error))?;
+        let mut spec = self.spec.clone();
+        // The policy that is in force.
+        if let Some(set) = self.run.policy().map_err(|error| text(&error))? {
+            spec.network.policy = set.policy;
+        }
+        let spec = serde_json::to_vec_pretty(&spec).map_err(|error| text(&error))?;
         pending.write("spec.json", &spec).map_err(|error| text(&error))?;
         let streams = serde_json::to_vec(&self.streams()).map_err(|error| text(&error))?;
         pending.write(STREAMS, &streams).map_err(|error| text(&error))

@@ -62,6 +62,15 @@ impl Chain {
         write_whole(path, &text)
     }
 
+    /// The snapshot that the disk stands on.
+    #[must_use]
+    pub fn top_snapshot(&self) -> Option<&String> {
+        self.layers.iter().rev().find_map(|layer| match layer {
+            ChainLayer::Snapshot(id) => Some(id),
+            ChainLayer::Own(_) => None,
+        })
+    }
+
     /// Whether a snapshot's layer is among them.
     #[must_use]
     pub fn stands_on(&self, snapshot: &str) -> bool {

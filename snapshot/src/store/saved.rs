@@ -199,6 +199,33 @@ impl Snapshot {
         self.verify_own(depth, progress)
     }
 
+    /// Whether its disk, and what that stands on, is what was saved, whatever became of its machine.
+    ///
+    /// # Errors
+    /// The first file that is not.
+    pub fn verify_disk(&self, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
+        for snapshot in self.below()?.iter().chain([self]) {
+            if snapshot.status() == Status::NeverSealed {
+                return Err(StoreError::NeverSealed { id: snapshot.id().to_owned() });
+            }
+            for file in snapshot.manifest.files.iter().filter(|file| DISK.contains(&file.name.as_str())) {
+                let (hash, _) = snapshot.hash(&file.name, file.length, progress)?;
+                if file.hash.as_deref().is_some_and(|saved| saved != hash.to_hex().as_str()) {
+                    return Err(snapshot.damaged(&file.name, "its hash is not the one that was saved".to_owned()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The snapshot whose run went on to become this one, if it is not the first.
+    ///
+    /// # Errors
+    /// It is gone or damaged.
+    pub fn parent(&self) -> Result<Option<Snapshot>, StoreError> {
+        self.manifest.layers.last().map(|id| self.snapshots.load(id)).transpose()
+    }
+
     fn verify_own(&self, depth: Depth, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
         match self.status() {
             Status::NeverSealed => return Err(StoreError::NeverSealed { id: self.id().to_owned() }),

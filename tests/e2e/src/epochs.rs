@@ -13,6 +13,7 @@ use crate::command::until;
 pub(crate) const TESTS: &[Test] = &[
     ("epochs::a_paused_run_stands_still_and_goes_on", a_paused_run_stands_still_and_goes_on),
     ("epochs::a_saved_run_goes_on_exactly_where_it_was", a_saved_run_goes_on_exactly_where_it_was),
+    ("epochs::what_is_damaged_is_named_and_what_is_good_goes_on", what_is_damaged_is_named_and_what_is_good_goes_on),
     ("epochs::copies_differ_in_all_that_must_not_be_twice", copies_differ_in_all_that_must_not_be_twice),
 ];
 
@@ -152,4 +153,51 @@ fn copies_differ_in_all_that_must_not_be_twice() {
             .unwrap()
             .all(|entry| { entry.unwrap().file_name().to_string_lossy().starts_with('.') })
     );
+}
+
+fn what_is_damaged_is_named_and_what_is_good_goes_on() {
+    let bulkhead = Bulkhead::new();
+    let mut run = bulkhead.start(&["run", "--name", "box", "-m", "128M", "busybox", "sh", "-c", COUNTER]);
+    run.until_printed("3\n");
+    bulkhead.output(&["pause", "--save", "--name", "first", "box"]).done();
+    run.finish();
+
+    // A command of its own runs in a copy of the machine.
+    let said = bulkhead.output(&["run", "--from", "first", "--rm", "--", "sh", "-c", "cat /dev/shm/file; exit 7"]);
+    assert_eq!((said.stdout.as_str(), said.code), ("memory\n", 7), "{said:?}");
+
+    // One byte of the memory is another: nothing starts, and the error names snapshot, file and place.
+    let snapshots = bulkhead.home().join("snapshots");
+    let saved = state(&bulkhead, "box")["saved"].as_str().unwrap().to_owned();
+    let memory = snapshots.join(&saved).join("memory");
+    let at = fs::metadata(&memory).unwrap().len() / 2;
+    let file = fs::OpenOptions::new().write(true).open(&memory).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"damaged", at).unwrap();
+    for command in [&["resume", "box"][..], &["fork", "first"], &["run", "--from", "first"]] {
+        let refused = bulkhead.output(command).refused(125);
+        assert!(refused.contains(&saved) && refused.contains("memory: what lies in the 4194304 bytes"), "{refused}");
+    }
+    assert_eq!(state(&bulkhead, "box")["state"], "paused");
+    let refused = bulkhead.output(&["resume", "--fallback=parent", "box"]).refused(125);
+    assert!(refused.contains("there is no snapshot before it"), "{refused}");
+    // What is good goes on: the disk.
+    let mut run = bulkhead.start(&["resume", "--fallback=disk", "box"]);
+    run.until_printed("3\n");
+    assert_eq!(bulkhead.shell("box", "cat /file; ls /dev/shm").expect(0), "disk\nfile\n");
+    assert_eq!(bulkhead.shell("box", "cat /dev/bulkhead/epoch").expect(0), "2\n");
+    let events = fs::read_to_string(state(&bulkhead, "box")["events"].as_str().unwrap()).unwrap();
+    assert!(events.contains("\"event\":\"snapshot.fallback\""), "{events}");
+
+    // Its supervisor killed, it is no run that goes on, but one that boots again.
+    bulkhead.output(&["pause", "--save", "box"]).done();
+    run.finish();
+    let second = state(&bulkhead, "box")["saved"].as_str().unwrap().to_owned();
+    fs::remove_file(snapshots.join(&second).join("state")).unwrap();
+    let refused = bulkhead.output(&["resume", "box"]).refused(125);
+    assert!(refused.contains(&second) && refused.contains("state: it is not there"), "{refused}");
+    let mut run = bulkhead.start(&["resume", "--cold", "box"]);
+    run.until_printed("3\n");
+    bulkhead.output(&["rm", "-f", "box"]).expect(0);
+    run.finish();
+    assert!(bulkhead.runs().is_empty());
 }
