@@ -151,8 +151,10 @@ impl Guest<'_> {
             }
         };
         let mut channel = self.channel(Copy::Out { path: out })?;
-        let extracted = Destination::new(root.as_fd(), rules, new).extract(&mut channel, &shape, &mut budget);
-        let summary = extracted.map_err(|error| failed(&error))?;
+        let mut into = Destination::new(root.as_fd(), rules, new);
+        let extracted = into.extract(&mut channel, &shape, &mut budget);
+        let finished = into.finish();
+        let summary = extracted.and_then(|summary| finished.map(|()| summary)).map_err(|error| failed(&error))?;
         channel.finish().map_err(|error| in_the_run(&error))?;
         match (&shape, summary.files, summary.left_out.first()) {
             // A file that was not copied is no success.

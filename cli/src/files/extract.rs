@@ -19,8 +19,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{
-    AtFlags, FileType, Mode, OFlags, ResolveFlags, Timespec, Timestamps, UTIME_OMIT, fchmod, fchown, futimens, mkdirat,
-    openat, openat2, renameat, statat, symlinkat, unlinkat,
+    AtFlags, FileType, Mode, OFlags, ResolveFlags, Timespec, Timestamps, UTIME_OMIT, fchmod, fchown, fstat, futimens,
+    mkdirat, openat, openat2, renameat, statat, symlinkat, unlinkat,
 };
 use rustix::io::Errno;
 
@@ -121,9 +121,29 @@ pub(crate) struct Destination<'a> {
     root_is_new: bool,
     /// What earlier archives brought, where several share the directory.
     brought: Option<HashSet<PathBuf>>,
-    /// Directories that were made, with the modes and times that they get in the end.
-    made: Vec<(PathBuf, u32, u64)>,
+    /// Directories that were made, with what they get in the end.
+    made: Vec<Made>,
     names: usize,
+}
+
+/// A directory that was made here.
+#[derive(Debug)]
+struct Made {
+    path: PathBuf,
+    mode: u32,
+    mtime: u64,
+    /// Which it is, whatever has its name in the end.
+    identity: Identity,
+}
+
+/// Device and inode.
+#[derive(Debug, PartialEq, Eq)]
+struct Identity(u64, u64);
+
+impl Identity {
+    fn of(directory: impl AsFd) -> Result<Self, Errno> {
+        fstat(directory).map(|stat| Self(stat.st_dev, stat.st_ino))
+    }
 }
 
 impl<'a> Destination<'a> {
@@ -138,7 +158,8 @@ impl<'a> Destination<'a> {
         self
     }
 
-    /// Puts an archive here. What was put here before an error stays.
+    /// Puts an archive here. What was put here before an error stays. Until [`Destination::finish`] the directories that were
+    /// made are ours alone, so that the next archive can write in them.
     pub(crate) fn extract(
         &mut self,
         from: &mut dyn Read,
@@ -168,8 +189,7 @@ impl<'a> Destination<'a> {
         if let Some(brought) = &mut self.brought {
             brought.extend(new);
         }
-        let finished = self.finish();
-        result.and(finished).map(|()| summary)
+        result.map(|()| summary)
     }
 
     fn put(
@@ -184,7 +204,8 @@ impl<'a> Destination<'a> {
             (Some(name), _) => name,
             (None, Kind::Directory) => {
                 if self.root_is_new {
-                    self.made.push((PathBuf::new(), header.mode, header.mtime));
+                    let identity = Identity::of(self.root).map_err(io_at(path))?;
+                    self.made.push(Made { path: PathBuf::new(), mode: header.mode, mtime: header.mtime, identity });
                 }
                 return Ok(());
             }
@@ -255,18 +276,14 @@ impl<'a> Destination<'a> {
         match mkdirat(&above, name, Mode::RWXU) {
             Ok(()) => {
                 budget.directory()?;
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                let made = openat2(&above, name, flags, Mode::empty(), SAFELY).map_err(io_at(path))?;
                 if self.rules.owners {
-                    let made = openat2(
-                        &above,
-                        name,
-                        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-                        Mode::empty(),
-                        SAFELY,
-                    );
-                    own(&made.map_err(io_at(path))?, header).map_err(io_at(path))?;
+                    own(&made, header).map_err(io_at(path))?;
                 }
+                let identity = Identity::of(&made).map_err(io_at(path))?;
                 self.keep_name(path)?;
-                self.made.push((path.to_owned(), header.mode, header.mtime));
+                self.made.push(Made { path: path.to_owned(), mode: header.mode, mtime: header.mtime, identity });
                 Ok(())
             }
             // What is a directory here already stays as it is; anything else is in the way.
@@ -314,14 +331,20 @@ impl<'a> Destination<'a> {
         if self.names > MAX_NAMES { Err(ArchiveError::TooMany(archive::MAX_ENTRIES).into()) } else { Ok(()) }
     }
 
-    /// Gives the directories that were made their modes and times, the deepest first.
-    fn finish(&mut self) -> Result<(), ExtractError> {
-        for (path, mode, mtime) in std::mem::take(&mut self.made).into_iter().rev() {
-            let whole = if path.as_os_str().is_empty() { Path::new(".") } else { path.as_path() };
+    /// Gives the directories that were made their modes and times, the deepest first: once nothing more comes, also after
+    /// an archive that failed. One that someone has put in the place of ours meanwhile is left as it is.
+    pub(crate) fn finish(self) -> Result<(), ExtractError> {
+        for made in self.made.iter().rev() {
+            let path = made.path.as_path();
+            let whole = if path.as_os_str().is_empty() { Path::new(".") } else { path };
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            let directory = openat2(self.root, whole, flags, Mode::empty(), SAFELY).map_err(io_at(&path))?;
-            fchmod(&directory, self.mode(mode)).map_err(io_at(&path))?;
-            set_time(&directory, mtime).map_err(io_at(&path))?;
+            let directory =
+                openat2(self.root, whole, flags, Mode::empty(), SAFELY).map_err(|error| in_the_way(path, error))?;
+            if Identity::of(&directory).map_err(io_at(path))? != made.identity {
+                return Err(in_the_way(path, Errno::XDEV));
+            }
+            fchmod(&directory, self.mode(made.mode)).map_err(io_at(path))?;
+            set_time(&directory, made.mtime).map_err(io_at(path))?;
         }
         Ok(())
     }

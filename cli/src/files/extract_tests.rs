@@ -41,7 +41,9 @@ impl Place {
     fn put(&self, archive: &[u8], shape: &Shape) -> Result<Summary, ExtractError> {
         let root = fs::File::open(self.to()).unwrap();
         let mut destination = Destination::new(root.as_fd(), RULES, false);
-        destination.extract(&mut &archive[..], shape, &mut Budget::new(1 << 20))
+        let extracted = destination.extract(&mut &archive[..], shape, &mut Budget::new(1 << 20));
+        let finished = destination.finish();
+        extracted.and_then(|summary| finished.map(|()| summary))
     }
 
     fn tree(&self, archive: &[u8]) -> Result<Summary, ExtractError> {
@@ -274,6 +276,39 @@ fn of_two_patterns_that_bring_a_file_the_first_counts() {
     assert_eq!(fs::read_to_string(place.to().join("d/b")).unwrap(), "b");
     // The budget is for all of them.
     assert!(put(&mut destination, &mut budget, &file("c", &"x".repeat(110))).is_err());
+}
+
+/// Who is not root could not write in it a second time.
+#[test]
+fn patterns_share_a_directory_that_nobody_may_write_in() {
+    let place = Place::new();
+    let root = fs::File::open(place.to()).unwrap();
+    let mut destination = Destination::new(root.as_fd(), RULES, false).shared();
+    let mode = || fs::metadata(place.to().join("d")).unwrap().mode() & 0o7777;
+    for name in ["d/a", "d/b"] {
+        let archive = [entry(b"d", EntryType::Directory, b"", 0o555, b""), file(name, "x")].concat();
+        destination.extract(&mut &archive[..], &Shape::Tree, &mut Budget::new(1 << 20)).unwrap();
+        assert_eq!(mode(), 0o700, "{name}");
+    }
+    destination.finish().unwrap();
+    assert_eq!((mode(), fs::metadata(place.to().join("d")).unwrap().mtime()), (0o555, 1_000_000));
+}
+
+#[test]
+fn what_has_taken_the_place_of_a_directory_keeps_its_mode() {
+    let place = Place::new();
+    let root = fs::File::open(place.to()).unwrap();
+    let mut destination = Destination::new(root.as_fd(), RULES, false);
+    let archive = entry(b"d", EntryType::Directory, b"", 0o777, b"");
+    destination.extract(&mut &archive[..], &Shape::Tree, &mut Budget::new(1 << 20)).unwrap();
+    // Somebody who may write here has a directory of the user's elsewhere in its place.
+    fs::rename(place.to().join("d"), place.to().join("moved")).unwrap();
+    fs::create_dir(place.to().join("d")).unwrap();
+    fs::set_permissions(place.to().join("d"), fs::Permissions::from_mode(0o700)).unwrap();
+    let error = destination.finish().unwrap_err();
+    assert_eq!(error.to_string(), "d: its directory was moved away meanwhile");
+    let found = fs::metadata(place.to().join("d")).unwrap();
+    assert!(found.mode() & 0o7777 == 0o700 && found.mtime() != 1_000_000);
 }
 
 #[test]

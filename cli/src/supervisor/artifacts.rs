@@ -110,9 +110,13 @@ fn collect(agent: &Agent, wanted: &Artifacts, to: &OwnedFd) -> Collected {
             Ok(_) => {}
             Err(error) => {
                 all.error = Some(format!("{pattern:?}: {error}"));
-                return all;
+                break;
             }
         }
+    }
+    // Once, after all of them: two patterns may share a directory that nobody may write in.
+    if let Err(error) = destination.finish() {
+        all.error.get_or_insert(error.to_string());
     }
     all
 }
