@@ -241,6 +241,118 @@ fn copies_follow_dockers_rules_both_ways() {
     assert!(text(&refused.stderr).contains("an archive needs a directory that is there"));
 }
 
+/// What is below a directory: `name=content` for files, `name@target` for links, `name` for directories.
+fn described(at: &Path) -> String {
+    let one = |name: &str| match fs::read_link(at.join(name)) {
+        Ok(target) => format!("{name}@{}", target.display()),
+        Err(_) => fs::read_to_string(at.join(name)).map_or_else(|_| name.to_owned(), |text| format!("{name}={text}")),
+    };
+    listed(at).split(' ').map(one).collect::<Vec<_>>().join(" ")
+}
+
+/// What docker's documentation says of every SRC and DST there can be, and what docker does where that is silent: how SRC and
+/// DST are written, and what is new or other at the destination afterwards; nothing if the copy is refused with these words.
+const RULES: &[(&str, &str, Result<&str, &str>)] = &[
+    // A file.
+    ("f", "new", Ok("new=f")),
+    ("f", "./new", Ok("new=f")),
+    ("f", "new/", Err("there is no such directory")),
+    ("f", "new/.", Err("there is no such directory")),
+    ("f", "new/./", Err("there is no such directory")),
+    ("f", "none/new", Err("the directory above it is not there")),
+    ("f", "none/..", Err("the directory above it is not there")),
+    ("f", "old", Ok("old=f")),
+    ("f", "old/", Err("")),
+    ("f", "old/.", Err("")),
+    ("f", "old/new", Err("")),
+    ("f", "dir", Ok("dir/f=f")),
+    ("f", "dir/", Ok("dir/f=f")),
+    ("f", "dir/.", Ok("dir/f=f")),
+    ("f", "dir/..", Ok("f=f")),
+    ("f", "dir/new", Ok("dir/new=f")),
+    ("f", "to-dir", Ok("dir/f=f")),
+    ("f", "to-dir/.", Ok("dir/f=f")),
+    ("f", "to-old", Ok("old=f")),
+    ("f/", "new", Err("")),
+    ("f/.", "new", Err("")),
+    ("none", "new", Err("")),
+    ("none/.", "dir", Err("")),
+    // A directory.
+    ("d", "new", Ok("new new/deep new/deep/two=2 new/one=1")),
+    ("d/", "new", Ok("new new/deep new/deep/two=2 new/one=1")),
+    ("d", "new/", Ok("new new/deep new/deep/two=2 new/one=1")),
+    ("d", "new/.", Err("there is no such directory")),
+    ("d", "none/new", Err("the directory above it is not there")),
+    ("d", "none/new/", Err("the directory above it is not there")),
+    ("d", "old", Err("it is a file, and a directory cannot be copied to one")),
+    ("d", "to-old", Err("it is a file, and a directory cannot be copied to one")),
+    ("d", "old/", Err("")),
+    ("d", "dir", Ok("dir/d dir/d/deep dir/d/deep/two=2 dir/d/one=1")),
+    ("d/", "dir", Ok("dir/d dir/d/deep dir/d/deep/two=2 dir/d/one=1")),
+    ("d", "dir/", Ok("dir/d dir/d/deep dir/d/deep/two=2 dir/d/one=1")),
+    ("d", "dir/.", Ok("dir/d dir/d/deep dir/d/deep/two=2 dir/d/one=1")),
+    ("d", "to-dir", Ok("dir/d dir/d/deep dir/d/deep/two=2 dir/d/one=1")),
+    // What is in a directory.
+    ("d/.", "new", Ok("new new/deep new/deep/two=2 new/one=1")),
+    ("d/./", "new", Ok("new new/deep new/deep/two=2 new/one=1")),
+    ("d/.", "new/", Ok("new new/deep new/deep/two=2 new/one=1")),
+    ("d/.", "new/.", Err("there is no such directory")),
+    ("d/.", "none/new", Err("the directory above it is not there")),
+    ("d/.", "old", Err("it is a file, and a directory cannot be copied to one")),
+    ("d/.", "dir", Ok("dir/deep dir/deep/two=2 dir/one=1")),
+    ("d/./", "dir", Ok("dir/deep dir/deep/two=2 dir/one=1")),
+    ("d/.", "dir/", Ok("dir/deep dir/deep/two=2 dir/one=1")),
+    ("d/.", "dir/.", Ok("dir/deep dir/deep/two=2 dir/one=1")),
+    // Links: themselves, unless what follows their name says what they lead to.
+    ("lf", "new", Ok("new@f")),
+    ("lf", "dir", Ok("dir/lf@f")),
+    ("lf", "old", Ok("old@f")),
+    ("lf/", "new", Err("")),
+    ("ld", "dir", Ok("dir/ld@d")),
+    ("ld/", "dir", Ok("dir/ld dir/ld/deep dir/ld/deep/two=2 dir/ld/one=1")),
+    ("ld/.", "dir", Ok("dir/deep dir/deep/two=2 dir/one=1")),
+    ("ld/.", "new", Ok("new new/deep new/deep/two=2 new/one=1")),
+];
+
+#[test]
+fn every_way_to_write_a_path_means_what_docker_says() {
+    let native = Native::start();
+    for (inwards, from, to) in [(true, "here/s", "root/w/t"), (false, "root/w/s", "here/t")] {
+        let (from, to) = (native.place.path(from), native.place.path(to));
+        fs::create_dir_all(from.join("d/deep")).unwrap();
+        for (name, content) in [("f", "f"), ("d/one", "1"), ("d/deep/two", "2")] {
+            fs::write(from.join(name), content).unwrap();
+        }
+        symlink("f", from.join("lf")).unwrap();
+        symlink("d", from.join("ld")).unwrap();
+        for (source, destination, expected) in RULES {
+            let _ = fs::remove_dir_all(&to);
+            fs::create_dir_all(to.join("dir")).unwrap();
+            fs::write(to.join("old"), "old").unwrap();
+            symlink("old", to.join("to-old")).unwrap();
+            symlink("dir", to.join("to-dir")).unwrap();
+            let before = described(&to);
+            let there = if inwards { ["s/", "box:/w/t/"] } else { ["box:/w/s/", "t/"] };
+            let output = native.cp(&[&format!("{}{source}", there[0]), &format!("{}{destination}", there[1])]);
+            let (said, after) = (text(&output.stderr), described(&to));
+            let case = format!("{source} to {destination}, {}: {said}", if inwards { "in" } else { "out" });
+            match expected {
+                Ok(new) => {
+                    assert_eq!(output.status.code(), Some(0), "{case}");
+                    let came: Vec<&str> =
+                        after.split(' ').filter(|one| !before.split(' ').any(|old| old == *one)).collect();
+                    assert_eq!(came.join(" "), *new, "{case}");
+                }
+                Err(words) => {
+                    assert_eq!((output.status.code(), said.lines().count()), (Some(125), 1), "{case}");
+                    assert!(said.contains(words), "{case}");
+                    assert_eq!(after, before, "{case}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn what_cannot_be_copied_is_refused_in_one_line() {
     let native = Native::start();

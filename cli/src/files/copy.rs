@@ -14,7 +14,7 @@ use super::archive::{Budget, shown};
 use super::channel::Channel;
 use super::extract::{Destination, Rules, SAFELY, Shape, Summary};
 use super::pack::{self, Form, Owner, PackError, Packed};
-use super::rules::{Plan, Source, There, absolute, contents_only, plan, split};
+use super::rules::{Ending, Plan, Source, There, absolute, contents_only, plan, split};
 use super::umask;
 use crate::frame::Copy;
 use crate::units::show_size;
@@ -65,11 +65,15 @@ impl Guest<'_> {
         let kind = here(path, how.follow).map_err(|error| format!("{source}: {error}"))?;
         let destination = absolute(destination);
         let (there, resolved) = self.there(&destination, how.make_parents)?;
-        let slash = destination.ends_with('/');
-        let into = how.into || (how.make_parents && slash && kind == Source::File);
+        let ending = match Ending::of(&destination) {
+            // What is missing is made, so a directory that is to be there is one that becomes one.
+            Ending::Dot if how.make_parents => Ending::Slash,
+            ending => ending,
+        };
+        let into = how.into || (how.make_parents && ending == Ending::Slash && kind == Source::File);
         let made = into && matches!(there, There::Absent { .. });
         let there = if made { There::Directory } else { there };
-        let plan = plan(kind, there, slash).map_err(|why| format!("{destination} in the run: {why}"))?;
+        let plan = plan(kind, there, ending).map_err(|why| format!("{destination} in the run: {why}"))?;
         let nowhere = || format!("{destination} in the run: it has no name to give");
         let (directory, name) = match plan {
             Plan::Into => (resolved, Some(own_name(path).map_err(|error| format!("{source}: {error}"))?)),
@@ -119,8 +123,7 @@ impl Guest<'_> {
         };
         let real = if how.follow { found.path.unwrap_or_else(|| path.clone()) } else { path.clone() };
         let local = Local::find(destination)?;
-        let plan =
-            plan(kind, local.there, destination.ends_with('/')).map_err(|why| format!("{destination}: {why}"))?;
+        let plan = plan(kind, local.there, Ending::of(destination)).map_err(|why| format!("{destination}: {why}"))?;
         let name = match plan {
             Plan::Into => Some(
                 split(&path)

@@ -41,16 +41,40 @@ pub(crate) enum Plan {
     Contents,
 }
 
-/// Decides; the error says what is wrong with the destination. `slash` says that its path ends in one.
-pub(crate) fn plan(source: Source, there: There, slash: bool) -> Result<Plan, &'static str> {
+/// How a path ends: what it says of what stands there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// In a name.
+    Name,
+    /// In a slash: it is a directory, or is to become one.
+    Slash,
+    /// In `/.`, or it is `.` alone: what is in a directory that is there.
+    Dot,
+}
+
+impl Ending {
+    /// Of this path. A slash after the dot changes nothing.
+    pub(crate) fn of(path: &str) -> Self {
+        let bare = path.trim_end_matches('/');
+        match () {
+            () if bare == "." || bare.ends_with("/.") => Self::Dot,
+            () if path.ends_with('/') => Self::Slash,
+            () => Self::Name,
+        }
+    }
+}
+
+/// Decides; the error says what is wrong with the destination, whose path ends so.
+pub(crate) fn plan(source: Source, there: There, ending: Ending) -> Result<Plan, &'static str> {
     match (source, there) {
         (_, There::Other) => Err("it is neither a file nor a directory"),
-        (Source::File, There::Absent { .. }) if slash => Err("there is no such directory"),
+        (_, There::Absent { .. }) if ending == Ending::Dot => Err("there is no such directory"),
+        (Source::File, There::Absent { .. }) if ending == Ending::Slash => Err("there is no such directory"),
         (_, There::Absent { parent: false }) => Err("the directory above it is not there"),
         (_, There::Absent { parent: true }) => Ok(Plan::As),
         (Source::File, There::Directory) | (Source::Directory { contents: false }, There::Directory) => Ok(Plan::Into),
         (Source::Directory { contents: true }, There::Directory) => Ok(Plan::Contents),
-        (Source::File, There::File) if slash => Err("it is a file, not a directory"),
+        (Source::File, There::File) if ending != Ending::Name => Err("it is a file, not a directory"),
         (Source::File, There::File) => Ok(Plan::As),
         (Source::Directory { .. }, There::File) => Err("it is a file, and a directory cannot be copied to one"),
     }
@@ -58,7 +82,7 @@ pub(crate) fn plan(source: Source, there: There, slash: bool) -> Result<Plan, &'
 
 /// Whether a path asks for what is below it alone.
 pub(crate) fn contents_only(path: &str) -> bool {
-    path == "." || path.ends_with("/.") || path.trim_end_matches('/').is_empty()
+    Ending::of(path) == Ending::Dot || path.trim_end_matches('/').is_empty()
 }
 
 /// A path in the guest, absolute: relative ones begin at `/`, as in docker.
@@ -83,32 +107,46 @@ mod tests {
         let (file, tree, contents) =
             (Source::File, Source::Directory { contents: false }, Source::Directory { contents: true });
         let (absent, nowhere) = (There::Absent { parent: true }, There::Absent { parent: false });
-        for (source, there, slash, plan_is) in [
-            (file, absent, false, Some(Plan::As)),
-            (file, absent, true, None),
-            (file, nowhere, false, None),
-            (file, There::File, false, Some(Plan::As)),
-            (file, There::File, true, None),
-            (file, There::Directory, false, Some(Plan::Into)),
-            (file, There::Directory, true, Some(Plan::Into)),
-            (file, There::Other, false, None),
-            (tree, absent, false, Some(Plan::As)),
-            (tree, absent, true, Some(Plan::As)),
-            (tree, nowhere, false, None),
-            (tree, There::File, false, None),
-            (tree, There::Directory, false, Some(Plan::Into)),
-            (contents, absent, false, Some(Plan::As)),
-            (contents, There::File, false, None),
-            (contents, There::Directory, true, Some(Plan::Contents)),
+        let (name, slash, dot) = (Ending::Name, Ending::Slash, Ending::Dot);
+        for (source, there, ending, plan_is) in [
+            (file, absent, name, Some(Plan::As)),
+            (file, absent, slash, None),
+            (file, absent, dot, None),
+            (file, nowhere, name, None),
+            (file, There::File, name, Some(Plan::As)),
+            (file, There::File, slash, None),
+            (file, There::File, dot, None),
+            (file, There::Directory, name, Some(Plan::Into)),
+            (file, There::Directory, slash, Some(Plan::Into)),
+            (file, There::Directory, dot, Some(Plan::Into)),
+            (file, There::Other, name, None),
+            (tree, absent, name, Some(Plan::As)),
+            (tree, absent, slash, Some(Plan::As)),
+            (tree, absent, dot, None),
+            (tree, nowhere, name, None),
+            (tree, There::File, name, None),
+            (tree, There::Directory, name, Some(Plan::Into)),
+            (tree, There::Directory, dot, Some(Plan::Into)),
+            (contents, absent, name, Some(Plan::As)),
+            (contents, absent, slash, Some(Plan::As)),
+            (contents, absent, dot, None),
+            (contents, There::File, name, None),
+            (contents, There::Directory, slash, Some(Plan::Contents)),
+            (contents, There::Directory, dot, Some(Plan::Contents)),
         ] {
-            assert_eq!(plan(source, there, slash).ok(), plan_is, "{source:?} to {there:?}, {slash}");
+            assert_eq!(plan(source, there, ending).ok(), plan_is, "{source:?} to {there:?}, {ending:?}");
         }
     }
 
     #[test]
     fn paths_are_taken_apart() {
-        assert!(contents_only(".") && contents_only("/a/.") && contents_only("/") && contents_only("/a/b//."));
-        assert!(!contents_only("/a") && !contents_only("/a/") && !contents_only("a."));
+        for contents in [".", "./", "/a/.", "/a/./", "/", "//", "/a/b//."] {
+            assert!(contents_only(contents), "{contents}");
+        }
+        for whole in ["/a", "/a/", "a.", "..", "/a/..", "/.."] {
+            assert!(!contents_only(whole), "{whole}");
+        }
+        assert_eq!(["a", "a/", "a/.", "a/./"].map(Ending::of), [Ending::Name, Ending::Slash, Ending::Dot, Ending::Dot]);
         assert_eq!(absolute("a/b"), "/a/b");
         assert_eq!(split("/a/b/"), Some(("/a".into(), "b".into())));
         assert_eq!(split("/a"), Some(("/".into(), "a".into())));
