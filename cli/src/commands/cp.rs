@@ -6,7 +6,10 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use std::time::Duration;
+
 use clap::Args;
+use rustix::fs::{FileType, fstat};
 use rustix::stdio::{stdin, stdout};
 use rustix::termios::isatty;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -15,8 +18,12 @@ use signal_hook::iterator::Signals;
 use super::running;
 use crate::files::copy::{Guest, Inwards, Outwards};
 use crate::files::pack::Owner;
+use crate::image::progress::{Counted, Progress};
 use crate::say;
 use crate::units::parse_size;
+
+/// A copy that takes less than this says nothing of how far it is.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// `bulkhead cp`
 #[derive(Debug, Args)]
@@ -34,7 +41,7 @@ pub(crate) struct Cp {
     /// Copy what a link at SRC leads to, not the link
     #[arg(short = 'L', long)]
     follow_link: bool,
-    /// Say nothing of what was left out
+    /// Say nothing of what was left out, nor of how far it is
     #[arg(short, long)]
     quiet: bool,
     /// Most bytes that come out of the run [default: what its disk and memory hold]
@@ -91,25 +98,31 @@ pub(crate) fn cp(args: &Cp) -> Result<u8, String> {
     let machine = &run.spec.machine;
     let limit = args.limit.unwrap_or_else(|| machine.disk.saturating_add(machine.memory));
     let (archive, follow) = (args.archive, args.follow_link);
+    let mut progress = Progress::new("copying", None, args.quiet).after(QUIET);
     let copied = match (&source, &destination) {
         (Side::Here(source), Side::There { path, .. }) => {
             let owner = if archive { Owner::Same } else { Owner::Numbers(0, 0) };
             let how = Inwards { owner, follow, make_parents: false, into: false };
-            guest.copy_in(source, path, how).map(|packed| packed.left_out)
+            guest.copy_in_telling(source, path, how, &mut progress).map(|packed| packed.left_out)
         }
         (Side::There { path, .. }, Side::Here(destination)) => {
             let how = Outwards { owners: archive, follow, limit };
-            guest.copy_out(path, destination, how).map(|summary| summary.notes())
+            guest.copy_out(path, destination, how, &mut progress).map(|summary| summary.notes())
         }
         (Side::Stream, Side::There { path, .. }) => {
-            guest.archive_in(&mut io::stdin().lock(), path).map(|()| Vec::new())
+            if let Some(length) = length_of_input() {
+                progress.expect(length);
+            }
+            guest.archive_in(&mut Counted(io::stdin().lock(), &mut progress), path).map(|()| Vec::new())
         }
         (Side::There { path, .. }, _) => {
-            guest.archive_out(path, follow, limit, &mut io::stdout().lock()).map(|()| Vec::new())
+            let mut to = Counted(io::stdout().lock(), &mut progress);
+            guest.archive_out(path, follow, limit, &mut to).map(|()| Vec::new())
         }
         // Checked above.
         _ => Ok(Vec::new()),
     };
+    drop(progress);
     match (copied, interrupt.code()) {
         (Ok(notes), _) => {
             if !args.quiet {
@@ -131,6 +144,12 @@ fn side(argument: &str) -> Side<'_> {
         Some((run, path)) if !run.is_empty() && !run.starts_with(['/', '.']) => Side::There { run, path },
         _ => Side::Here(argument),
     }
+}
+
+/// How long standard input is, if it is a file.
+fn length_of_input() -> Option<u64> {
+    let found = fstat(stdin()).ok().filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile)?;
+    u64::try_from(found.st_size).ok()
 }
 
 /// Ends a copy when a signal says so, by ending its connections: the copy then fails, and cleans up as it does.

@@ -17,6 +17,7 @@ use super::pack::{self, Form, Owner, PackError, Packed};
 use super::rules::{Ending, Plan, Source, There, absolute, contents_only, plan, split};
 use super::umask;
 use crate::frame::Copy;
+use crate::image::progress::{Counted, Progress};
 use crate::units::show_size;
 
 /// A running guest, by its supervisor.
@@ -59,8 +60,30 @@ impl Guest<'_> {
         Channel::open((self.dial)()?, copy).map_err(|error| error.to_string())
     }
 
-    /// Copies a file or directory of the user's into the guest.
+    /// Copies what a run's command waits for into the guest.
     pub(crate) fn copy_in(&self, source: &str, destination: &str, how: Inwards) -> Result<Packed, String> {
+        let mut progress = Progress::new("copying", None, true);
+        self.carry_in(source, destination, how, &mut progress)
+    }
+
+    /// Copies a file or directory of the user's into the guest.
+    pub(crate) fn copy_in_telling(
+        &self,
+        source: &str,
+        destination: &str,
+        how: Inwards,
+        progress: &mut Progress,
+    ) -> Result<Packed, String> {
+        self.carry_in(source, destination, how, progress)
+    }
+
+    fn carry_in(
+        &self,
+        source: &str,
+        destination: &str,
+        how: Inwards,
+        progress: &mut Progress,
+    ) -> Result<Packed, String> {
         let path = Path::new(source);
         let kind = here(path, how.follow).map_err(|error| format!("{source}: {error}"))?;
         let destination = absolute(destination);
@@ -86,10 +109,14 @@ impl Guest<'_> {
             None => (directory, None),
         };
         let form = Form { owner: how.owner, within: within.as_deref() };
+        if let Some(found) = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file) {
+            progress.expect(found.len());
+        }
         let mut channel = self.channel(Copy::In { directory })?;
+        let mut counted = Counted(&mut channel, progress);
         let packed = match (kind, name) {
-            (Source::File, Some(name)) => pack::single(path, how.follow, &name, form, &mut channel),
-            (_, name) => pack::tree(path, name.as_deref(), form, &mut channel),
+            (Source::File, Some(name)) => pack::single(path, how.follow, &name, form, &mut counted),
+            (_, name) => pack::tree(path, name.as_deref(), form, &mut counted),
         };
         match packed {
             Ok(packed) => {
@@ -108,7 +135,13 @@ impl Guest<'_> {
     }
 
     /// Copies a file or directory of the guest's to the user's files.
-    pub(crate) fn copy_out(&self, source: &str, destination: &str, how: Outwards) -> Result<Summary, String> {
+    pub(crate) fn copy_out(
+        &self,
+        source: &str,
+        destination: &str,
+        how: Outwards,
+        progress: &mut Progress,
+    ) -> Result<Summary, String> {
         let path = absolute(source);
         let in_the_run = |why: &str| format!("{path} in the run: {why}");
         let slash = path.len() > 1 && path.ends_with('/');
@@ -154,7 +187,7 @@ impl Guest<'_> {
             }
         };
         let mut channel = self.channel(Copy::Out { path: out })?;
-        let mut into = Destination::new(root.as_fd(), rules, new);
+        let mut into = Destination::new(root.as_fd(), rules, new).telling(progress);
         let extracted = into.extract(&mut channel, &shape, &mut budget);
         let finished = into.finish();
         let summary = extracted.and_then(|summary| finished.map(|()| summary)).map_err(|error| failed(&error))?;
@@ -192,8 +225,9 @@ impl Guest<'_> {
         if found.kind == FileKind::Absent {
             return Err(format!("{path} in the run: there is no such file or directory"));
         }
-        let path = if follow { found.path.unwrap_or(path) } else { path };
-        let mut channel = self.channel(Copy::Out { path: path.clone() })?;
+        // Named below as the user has: what it leads to is the guest's word.
+        let real = if follow { found.path.unwrap_or_else(|| path.clone()) } else { path.clone() };
+        let mut channel = self.channel(Copy::Out { path: real })?;
         match io::copy(&mut (&mut channel).take(limit), to) {
             // Nobody reads it any more.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),

@@ -25,6 +25,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use super::archive::{self, ArchiveError, Budget, Header, Kind, shown};
+use crate::image::progress::Progress;
 
 /// Every component is looked up so.
 pub(crate) const SAFELY: ResolveFlags =
@@ -124,6 +125,8 @@ pub(crate) struct Destination<'a> {
     /// Directories that were made, with what they get in the end.
     made: Vec<Made>,
     names: usize,
+    /// Who is told how much has come.
+    progress: Option<&'a mut Progress>,
 }
 
 /// A directory that was made here.
@@ -149,7 +152,13 @@ impl Identity {
 impl<'a> Destination<'a> {
     /// A directory; `root_is_new` if it was made for what comes.
     pub(crate) fn new(root: BorrowedFd<'a>, rules: Rules, root_is_new: bool) -> Self {
-        Self { root, rules, root_is_new, brought: None, made: Vec::new(), names: 0 }
+        Self { root, rules, root_is_new, brought: None, made: Vec::new(), names: 0, progress: None }
+    }
+
+    /// Tells how much has come.
+    pub(crate) fn telling(mut self, progress: &'a mut Progress) -> Self {
+        self.progress = Some(progress);
+        self
     }
 
     /// Of two archives that bring the same file the first counts.
@@ -174,6 +183,9 @@ impl<'a> Destination<'a> {
                     return Err(ExtractError::Unasked(shown(&header.path)));
                 }
                 header.path = PathBuf::from(name);
+                if let Some(progress) = &mut self.progress {
+                    progress.expect(header.size);
+                }
             }
             if self.brought.as_ref().is_some_and(|all| header.kind != Kind::Directory && all.contains(&header.path)) {
                 summary.leave_out(&header.path, "another pattern brought it already");
@@ -293,7 +305,7 @@ impl<'a> Destination<'a> {
     }
 
     fn file(
-        &self,
+        &mut self,
         directory: &OwnedFd,
         name: &OsStr,
         header: &Header,
@@ -311,7 +323,11 @@ impl<'a> Destination<'a> {
             }
             let bytes = buffer.get(..n).unwrap_or_default();
             file.write_all(bytes).map_err(|error| ExtractError::Io { path: path.to_owned(), error })?;
-            left = left.saturating_sub(u64::try_from(n).unwrap_or(u64::MAX));
+            let n = u64::try_from(n).unwrap_or(u64::MAX);
+            left = left.saturating_sub(n);
+            if let Some(progress) = &mut self.progress {
+                progress.add(n);
+            }
         }
         if self.rules.owners {
             own(&file, header).map_err(io_at(path))?;
