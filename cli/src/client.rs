@@ -34,6 +34,12 @@ pub(crate) enum ClientError {
     /// What comes before the command.
     #[error("{0}")]
     Prepare(String),
+    /// A guest that keeps a copy busy.
+    #[error("the guest goes on talking, and of nothing that was asked")]
+    Talks,
+    /// A guest that keeps it waiting.
+    #[error("the guest does not answer; try again, or end the run (bulkhead rm -f)")]
+    Silent,
     /// The user's output.
     #[error("cannot write standard {0}: {1}")]
     Output(&'static str, io::Error),

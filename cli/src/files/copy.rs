@@ -5,13 +5,14 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use guest::message::{FileKind, FileStat};
 use rustix::fs::{Mode, OFlags, mkdirat, open, openat2};
 use rustix::io::Errno;
 
 use super::archive::{Budget, shown};
-use super::channel::Channel;
+use super::channel::{Channel, INPUT_PATIENCE};
 use super::extract::{Destination, Rules, SAFELY, Shape, Summary};
 use super::pack::{self, Form, Owner, PackError, Packed};
 use super::rules::{Ending, Plan, Source, There, absolute, contents_only, plan, split};
@@ -56,14 +57,15 @@ impl Guest<'_> {
         Channel::stat((self.dial)()?, path, follow, user).map_err(|error| format!("{path}: {error}"))
     }
 
-    fn channel(&self, copy: Copy) -> Result<Channel, String> {
-        Channel::open((self.dial)()?, copy).map_err(|error| error.to_string())
+    fn channel(&self, copy: Copy, patience: Option<Duration>) -> Result<Channel, String> {
+        Channel::open((self.dial)()?, copy, patience).map_err(|error| error.to_string())
     }
 
-    /// Copies what a run's command waits for into the guest.
+    /// Copies what a run's command waits for into the guest. It may take its time, but not stand still: nobody may be there
+    /// who would end it.
     pub(crate) fn copy_in(&self, source: &str, destination: &str, how: Inwards) -> Result<Packed, String> {
         let mut progress = Progress::new("copying", None, true);
-        self.carry_in(source, destination, how, &mut progress)
+        self.carry_in(source, destination, how, Some(INPUT_PATIENCE), &mut progress)
     }
 
     /// Copies a file or directory of the user's into the guest.
@@ -74,7 +76,7 @@ impl Guest<'_> {
         how: Inwards,
         progress: &mut Progress,
     ) -> Result<Packed, String> {
-        self.carry_in(source, destination, how, progress)
+        self.carry_in(source, destination, how, None, progress)
     }
 
     fn carry_in(
@@ -82,6 +84,7 @@ impl Guest<'_> {
         source: &str,
         destination: &str,
         how: Inwards,
+        patience: Option<Duration>,
         progress: &mut Progress,
     ) -> Result<Packed, String> {
         let path = Path::new(source);
@@ -112,7 +115,7 @@ impl Guest<'_> {
         if let Some(found) = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file) {
             progress.expect(found.len());
         }
-        let mut channel = self.channel(Copy::In { directory })?;
+        let mut channel = self.channel(Copy::In { directory }, patience)?;
         let mut counted = Counted(&mut channel, progress);
         let packed = match (kind, name) {
             (Source::File, Some(name)) => pack::single(path, how.follow, &name, form, &mut counted),
@@ -186,7 +189,7 @@ impl Guest<'_> {
                 (below(&real), Shape::Tree, root, new)
             }
         };
-        let mut channel = self.channel(Copy::Out { path: out })?;
+        let mut channel = self.channel(Copy::Out { path: out }, None)?;
         let mut into = Destination::new(root.as_fd(), rules, new).telling(progress);
         let extracted = into.extract(&mut channel, &shape, &mut budget);
         let finished = into.finish();
@@ -206,7 +209,7 @@ impl Guest<'_> {
         let failed = |error: &str| format!("{destination} in the run: {error}");
         match self.there(&destination, false)? {
             (There::Directory, directory) => {
-                let mut channel = self.channel(Copy::In { directory })?;
+                let mut channel = self.channel(Copy::In { directory }, None)?;
                 match io::copy(from, &mut channel) {
                     Err(error) if error.kind() != io::ErrorKind::BrokenPipe => return Err(error.to_string()),
                     _ => {}
@@ -227,7 +230,7 @@ impl Guest<'_> {
         }
         // Named below as the user has: what it leads to is the guest's word.
         let real = if follow { found.path.unwrap_or_else(|| path.clone()) } else { path.clone() };
-        let mut channel = self.channel(Copy::Out { path: real })?;
+        let mut channel = self.channel(Copy::Out { path: real }, None)?;
         match io::copy(&mut (&mut channel).take(limit), to) {
             // Nobody reads it any more.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(()),
