@@ -50,9 +50,17 @@ impl Stance {
 /// Begins to catch the signals that matter, but for those that our parent wants ignored (`nohup`, or a
 /// shell's background job).
 pub(crate) fn catch() -> io::Result<Signals> {
+    catch_these(&[SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH])
+}
+
+/// The same, of those that end a command which passes none on.
+pub(crate) fn catch_ends() -> io::Result<Signals> {
+    catch_these(&[SIGHUP, SIGINT, SIGTERM])
+}
+
+fn catch_these(wanted: &[i32]) -> io::Result<Signals> {
     let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
-    let wanted = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGWINCH];
-    Signals::new(wanted.into_iter().filter(|signal| ignored & bit(*signal) == 0))
+    Signals::new(wanted.iter().filter(|signal| ignored & bit(**signal) == 0))
 }
 
 fn bit(signal: i32) -> u64 {

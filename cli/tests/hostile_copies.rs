@@ -7,13 +7,40 @@ mod common;
 use std::fs::{self, File};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use common::{Place, frame, read_frame, text};
 use serde_json::{Value, json};
+
+/// Ends a copy that is held up at a pipe by a signal: how it ended, and after how long.
+fn interrupted(mut command: Command, begun: &AtomicBool, signals: usize) -> (Option<i32>, Duration, String) {
+    let mut copying = command.stderr(Stdio::piped()).spawn().unwrap();
+    let (stdin, stdout) = (copying.stdin.take(), copying.stdout.take());
+    while !begun.swap(false, Ordering::Relaxed) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // So long that it waits for the pipe.
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(copying.try_wait().unwrap().is_none(), "it does not wait");
+    let started = Instant::now();
+    let id = rustix::process::Pid::from_child(&copying);
+    for _ in 0..signals {
+        rustix::process::kill_process(id, rustix::process::Signal::INT).unwrap();
+        std::thread::sleep(Duration::from_millis(60));
+    }
+    while copying.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let took = started.elapsed();
+    let _ = copying.kill();
+    drop((stdin, stdout));
+    let output = copying.wait_with_output().unwrap();
+    (output.status.code(), took, text(&output.stderr))
+}
 
 /// A run whose supervisor answers what a test wants.
 struct Fake {
@@ -201,4 +228,95 @@ fn a_copy_that_the_guest_calls_failed_is_one() {
     assert_eq!(output.status.code(), Some(125));
     let expected: Vec<PathBuf> = ["x", "x/d", "x/d/whole"].iter().map(PathBuf::from).collect();
     assert_eq!(fake.copied(), expected);
+}
+
+#[test]
+fn a_copy_that_waits_for_a_pipe_ends_by_a_signal() {
+    let fake = Fake::new();
+    let listener = fake.socket.try_clone().unwrap();
+    let begun = Arc::new(AtomicBool::new(false));
+    let tell = Arc::clone(&begun);
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let tell = Arc::clone(&tell);
+            std::thread::spawn(move || {
+                let mut client = client.unwrap();
+                let Some((1, request)) = read_frame(&mut client) else { return };
+                let request: Value = serde_json::from_slice(&request).unwrap();
+                tell.store(request["copy"] != "stat", Ordering::Relaxed);
+                match request["copy"].as_str().unwrap() {
+                    "stat" => {
+                        let stat = json!({"kind": "directory", "path": "/x", "uid": 0, "gid": 0}).to_string();
+                        frame(&mut client, 0x82, stat.as_bytes());
+                        exit(&mut client, 0);
+                    }
+                    // More than any pipe holds.
+                    "out" => while frame(&mut client, 0x82, &[0; 65_536]) {},
+                    _ => while read_frame(&mut client).is_some() {},
+                }
+            });
+        }
+    });
+    for arguments in [["cp", "-", "box:/x"], ["cp", "box:/x", "-"]] {
+        let command = || {
+            let mut command = fake.place.command(&arguments);
+            command.stdin(Stdio::piped()).stdout(Stdio::piped());
+            command
+        };
+        let (code, took, said) = interrupted(command(), &begun, 1);
+        assert_eq!((code, said.as_str()), (Some(130), ""), "{arguments:?}");
+        assert!(took < Duration::from_millis(2500), "{arguments:?}: {took:?}");
+        let (code, at_once, _) = interrupted(command(), &begun, 2);
+        assert_eq!(code, Some(130), "{arguments:?}");
+        assert!(at_once < Duration::from_millis(700), "{arguments:?}: {at_once:?}");
+    }
+    fake.assert_untouched();
+}
+
+/// What a copy shows on a terminal, of a guest that takes its time over a file.
+fn shown(options: &[&str], pause: Duration) -> String {
+    let fake = Fake::new();
+    let listener = fake.socket.try_clone().unwrap();
+    let supervisor = std::thread::spawn(move || {
+        // What is there, then the file itself.
+        for _ in 0..2 {
+            let (mut client, _) = listener.accept().unwrap();
+            let Some((1, request)) = read_frame(&mut client) else { return };
+            let request: Value = serde_json::from_slice(&request).unwrap();
+            if request["copy"] == "stat" {
+                let stat = json!({"kind": "file", "path": "/x", "uid": 0, "gid": 0}).to_string();
+                frame(&mut client, 0x82, stat.as_bytes());
+            } else {
+                for part in entry("x", b'0', "", &[7; 40_000]).chunks(1000) {
+                    std::thread::sleep(pause / 40);
+                    frame(&mut client, 0x82, part);
+                }
+            }
+            exit(&mut client, 0);
+        }
+    });
+    let terminal = rustix::pty::openpt(rustix::pty::OpenptFlags::RDWR | rustix::pty::OpenptFlags::NOCTTY).unwrap();
+    rustix::pty::unlockpt(&terminal).unwrap();
+    let name = rustix::pty::ptsname(&terminal, Vec::new()).unwrap();
+    let theirs = File::options().read(true).write(true).open(name.to_str().unwrap()).unwrap();
+    let mut command = fake.place.command(&[&["cp"], options, &["box:/x", "to/x"]].concat());
+    let ended = command.stderr(theirs).status().unwrap();
+    // It holds the other end, without which a terminal cannot be read.
+    let mut seen = vec![0; 65_536];
+    rustix::io::ioctl_fionbio(&terminal, true).unwrap();
+    let n = rustix::io::read(&terminal, seen.as_mut_slice()).unwrap_or(0);
+    drop(command);
+    supervisor.join().unwrap();
+    assert!(ended.success());
+    assert_eq!(fs::read(fake.place.path("here/to/x")).unwrap(), [7; 40_000]);
+    text(&seen[..n])
+}
+
+#[test]
+fn a_copy_that_takes_long_says_how_far_it_is() {
+    let slow = shown(&[], Duration::from_millis(2500));
+    assert!(slow.contains("copying: ") && slow.contains(" of 39.0 KiB (") && slow.contains("/s, "), "{slow:?}");
+    assert!(slow.ends_with("\r\x1b[K"), "{slow:?}");
+    assert_eq!(shown(&["-q"], Duration::from_millis(1500)), "");
+    assert_eq!(shown(&[], Duration::ZERO), "");
 }

@@ -6,24 +6,25 @@ use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use rustix::fs::{FileType, fstat};
 use rustix::stdio::{stdin, stdout};
 use rustix::termios::isatty;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
 use super::running;
 use crate::files::copy::{Guest, Inwards, Outwards};
 use crate::files::pack::Owner;
 use crate::image::progress::{Counted, Progress};
-use crate::say;
 use crate::units::parse_size;
+use crate::{say, signals};
 
 /// A copy that takes less than this says nothing of how far it is.
 const QUIET: Duration = Duration::from_secs(1);
+/// How long a copy of an archive has to end by itself when a signal says so. It may be held up by whoever is at the other end
+/// of the pipe, and there is nothing here to tidy up.
+const GRACE: Duration = Duration::from_millis(800);
 
 /// `bulkhead cp`
 #[derive(Debug, Args)]
@@ -88,7 +89,8 @@ pub(crate) fn cp(args: &Cp) -> Result<u8, String> {
         _ => {}
     }
     let run = running(run)?;
-    let interrupt = Interrupt::watch().map_err(|error| format!("cp: signals: {error}"))?;
+    let piped = source == Side::Stream || destination == Side::Stream;
+    let interrupt = Interrupt::watch(piped).map_err(|error| format!("cp: signals: {error}"))?;
     let dial = || {
         let connection = run.directory.dial().map_err(|error| error.to_string())?;
         interrupt.ends(&connection).map_err(|error| error.to_string())?;
@@ -152,25 +154,34 @@ fn length_of_input() -> Option<u64> {
     u64::try_from(found.st_size).ok()
 }
 
-/// Ends a copy when a signal says so, by ending its connections: the copy then fails, and cleans up as it does.
+/// Ends a copy when a signal says so, by ending its connections: the copy then fails, and cleans up as it does. One that reads
+/// or writes a pipe may never come to that, and is ended a little later; a second signal ends any at once.
 struct Interrupt {
     signal: Arc<AtomicU8>,
     connections: Arc<Mutex<Vec<std::os::unix::net::UnixStream>>>,
 }
 
 impl Interrupt {
-    fn watch() -> io::Result<Self> {
-        let mut caught = Signals::new([SIGHUP, SIGINT, SIGTERM])?;
+    fn watch(piped: bool) -> io::Result<Self> {
+        let mut caught = signals::catch_ends()?;
         let interrupt = Self { signal: Arc::default(), connections: Arc::default() };
         let (signal, connections) = (Arc::clone(&interrupt.signal), Arc::clone(&interrupt.connections));
-        std::thread::Builder::new().name("signals".into()).spawn(move || {
-            for number in caught.forever() {
-                signal.store(u8::try_from(number).unwrap_or(u8::MAX), Ordering::Relaxed);
-                for connection in connections.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
-                    let _ = connection.shutdown(std::net::Shutdown::Both);
-                }
+        let end = move || {
+            let Some(first) = caught.forever().next() else { return };
+            signal.store(u8::try_from(first).unwrap_or(u8::MAX), Ordering::Relaxed);
+            for connection in connections.lock().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                let _ = connection.shutdown(std::net::Shutdown::Both);
             }
-        })?;
+            let first_at = Instant::now();
+            loop {
+                let late = piped && first_at.elapsed() > GRACE;
+                if let Some(last) = caught.pending().next().or(late.then_some(first)) {
+                    std::process::exit(last.saturating_add(128));
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        };
+        std::thread::Builder::new().name("signals".into()).spawn(end)?;
         Ok(interrupt)
     }
 
