@@ -181,7 +181,13 @@ impl<'a> Packer<'a> {
                 let target = Path::new(OsStr::from_bytes(target.to_bytes()));
                 self.builder.append_link(&mut header, as_name, target).map_err(PackError::There)?;
             }
-            _ => self.packed.left_out.push(format!("{}: left out: it is a device, pipe or socket", shown(path))),
+            // Its name alone: whoever opened it would wait.
+            FileType::Fifo => {
+                let mut header = self.header(&stat, EntryType::Fifo);
+                self.builder.append_data(&mut header, as_name, io::empty()).map_err(PackError::There)?;
+            }
+            // A device's number means another one in the guest.
+            _ => self.packed.left_out.push(format!("{}: left out: it is a device or socket", shown(path))),
         }
         Ok(false)
     }
@@ -306,6 +312,7 @@ mod tests {
         std::fs::write(place.path().join("secret"), "secret").unwrap();
         symlink("../secret", tree_at.join("link")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(tree_at.join("socket")).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, tree_at.join("pipe"), FileType::Fifo, Mode::from(0o600), 0).unwrap();
         let mut archive = Vec::new();
         let packed = tree(&tree_at, Some(OsStr::new("t")), form(7, 8), &mut archive).unwrap();
         assert_eq!(
@@ -315,12 +322,13 @@ mod tests {
                 "t/a 640 7:8 a",
                 "t/b 755 7:8 ",
                 "t/link -> ../secret 777 7:8 ",
+                "t/pipe 600 7:8 ",
                 "t/b/deep 755 7:8 ",
                 "t/b/deep/c 640 7:8 b/deep/c"
             ]
         );
         assert_eq!(packed.left_out.len(), 1);
-        assert!(packed.left_out[0].ends_with("socket: left out: it is a device, pipe or socket"), "{packed:?}");
+        assert!(packed.left_out[0].ends_with("socket: left out: it is a device or socket"), "{packed:?}");
         let mut archive = Vec::new();
         tree(&tree_at, None, form(0, 0), &mut archive).unwrap();
         assert!(listed(&archive)[0].starts_with("a 640 0:0") || listed(&archive)[0].starts_with("./a 640 0:0"));

@@ -8,10 +8,12 @@ use std::{
     io::{self, BufReader, BufWriter, Read, Write},
     os::{
         fd::AsFd,
-        unix::fs::{FileTypeExt, MetadataExt},
+        unix::fs::{FileTypeExt, MetadataExt, lchown},
     },
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
 };
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, UTIME_OMIT, makedev, mknodat, utimensat};
 
 /// Reads and writes of archives, in bytes.
 const BUFFER: usize = 64 * 1024;
@@ -28,10 +30,74 @@ fn unpack(input: &mut impl Read, dir: &Path) -> io::Result<()> {
     archive.set_preserve_permissions(true);
     archive.set_preserve_mtime(true);
     archive.set_preserve_ownerships(rustix::process::geteuid().is_root());
-    archive.unpack(dir).map_err(|e| io::Error::new(e.kind(), explain(&e)))?;
+    put_away(&mut archive, dir).map_err(|e| io::Error::new(e.kind(), explain(&e)))?;
     // What follows the end of the archive is padding; unread, it would look like a broken pipe to its sender.
     io::copy(input, &mut io::sink())?;
     Ok(())
+}
+
+fn put_away(archive: &mut tar::Archive<impl Read>, dir: &Path) -> io::Result<()> {
+    let mut directories = Vec::new();
+    for entry in archive.entries()? {
+        let mut entry = entry?;
+        let kind = match entry.header().entry_type() {
+            // Last, and the deepest first: their modes may forbid to write in them, and what is written sets their times.
+            tar::EntryType::Directory => {
+                directories.push(entry);
+                continue;
+            }
+            tar::EntryType::Fifo => FileType::Fifo,
+            tar::EntryType::Char => FileType::CharacterDevice,
+            tar::EntryType::Block => FileType::BlockDevice,
+            _ => {
+                entry.unpack_in(dir)?;
+                continue;
+            }
+        };
+        // The archive reader makes an empty file of these, once it has seen that the place is below the directory.
+        if entry.unpack_in(dir)? {
+            let place = dir.join(below(&entry.path()?));
+            make_special(&place, kind, entry.header()).map_err(naming(&place))?;
+        }
+    }
+    directories.sort_by(|a, b| b.path_bytes().cmp(&a.path_bytes()));
+    for mut directory in directories {
+        let name = below(&directory.path()?);
+        // The archive reader leaves a directory's time. Where all of it goes was there before.
+        if directory.unpack_in(dir)? && !name.as_os_str().is_empty() {
+            let place = dir.join(name);
+            let seconds = directory.header().mtime()?;
+            set_time(&place, i64::try_from(seconds).unwrap_or(i64::MAX), 0).map_err(naming(&place))?;
+        }
+    }
+    Ok(())
+}
+
+/// A member's name as the archive reader takes it: without a root.
+fn below(name: &Path) -> PathBuf {
+    name.components().filter(|part| matches!(part, Component::Normal(_))).collect()
+}
+
+/// Makes a pipe or a device in the place of a file, with its owner, mode and time.
+fn make_special(place: &Path, kind: FileType, header: &tar::Header) -> io::Result<()> {
+    let found = fs::symlink_metadata(place)?;
+    let number = |found: io::Result<Option<u32>>| found.map(Option::unwrap_or_default);
+    // A pipe has no number, and its header need not say so.
+    let device = match kind {
+        FileType::Fifo => 0,
+        _ => makedev(number(header.device_major())?, number(header.device_minor())?),
+    };
+    fs::remove_file(place)?;
+    mknodat(CWD, place, kind, Mode::RUSR | Mode::WUSR, device)?;
+    lchown(place, Some(found.uid()), Some(found.gid()))?;
+    fs::set_permissions(place, found.permissions())?;
+    set_time(place, found.mtime(), found.mtime_nsec())
+}
+
+fn set_time(place: &Path, tv_sec: i64, tv_nsec: i64) -> io::Result<()> {
+    let last_access = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
+    let times = Timestamps { last_access, last_modification: Timespec { tv_sec, tv_nsec } };
+    Ok(utimensat(CWD, place, &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
 /// An error with all of its causes: the archive reader's own names the file, its source the reason.
@@ -230,6 +296,12 @@ mod tests {
             .collect();
         let expected = if device.is_ok() { &[(b'3', Some(3)), (b'6', Some(0))][..] } else { &[(b'6', Some(0))] };
         assert!(special.len() == expected.len() && expected.iter().all(|one| special.contains(one)), "{special:?}");
+        let pipe = fs::symlink_metadata(tree.join("pipe")).unwrap();
+        assert!(pipe.file_type().is_fifo() && pipe.mode() & 0o7777 == 0o700, "{pipe:?}");
+        if device.is_ok() {
+            let null = fs::symlink_metadata(tree.join("null")).unwrap();
+            assert!(null.file_type().is_char_device() && null.rdev() == rustix::fs::makedev(1, 3), "{null:?}");
+        }
         assert!(!tree.join("socket").exists());
 
         let mut archive = Vec::new();
@@ -237,6 +309,43 @@ mod tests {
         let to = tempfile::tempdir().unwrap();
         unpack(&mut &archive[..], to.path()).unwrap();
         assert!(to.path().join("script").is_file());
+    }
+
+    #[test]
+    fn directories_get_their_modes_and_times_last_and_pipes_stay_below() {
+        let place = tempfile::tempdir().unwrap();
+        let to = place.path().join("to");
+        fs::create_dir(&to).unwrap();
+        let mut archive = tar::Builder::new(Vec::new());
+        let mut add = |name: &str, kind: tar::EntryType, mode: u32| {
+            let mut header = tar::Header::new_gnu();
+            header.as_mut_bytes()[..name.len()].copy_from_slice(name.as_bytes());
+            header.set_entry_type(kind);
+            header.set_mode(mode);
+            header.set_uid(u64::from(rustix::process::geteuid().as_raw()));
+            header.set_gid(u64::from(rustix::process::getegid().as_raw()));
+            header.set_mtime(1_000_000);
+            header.set_size(0);
+            header.set_cksum();
+            archive.append(&header, io::empty()).unwrap();
+        };
+        add("d", tar::EntryType::Directory, 0o500);
+        add("d/e", tar::EntryType::Directory, 0o500);
+        add("d/e/file", tar::EntryType::Regular, 0o640);
+        add("/d/pipe", tar::EntryType::Fifo, 0o622);
+        add("../outside", tar::EntryType::Fifo, 0o600);
+        unpack(&mut archive.into_inner().unwrap().as_slice(), &to).unwrap();
+        let found = |name: &str| {
+            let found = fs::symlink_metadata(to.join(name)).unwrap();
+            (found.mode() & 0o7777, found.mtime(), found.file_type().is_fifo())
+        };
+        assert_eq!(found("d"), (0o500, 1_000_000, false));
+        assert_eq!(found("d/e"), (0o500, 1_000_000, false));
+        assert_eq!(found("d/e/file"), (0o640, 1_000_000, false));
+        assert_eq!(found("d/pipe"), (0o622, 1_000_000, true));
+        assert!(!place.path().join("outside").exists());
+        fs::set_permissions(to.join("d"), fs::Permissions::from_mode(0o700)).unwrap();
+        fs::set_permissions(to.join("d/e"), fs::Permissions::from_mode(0o700)).unwrap();
     }
 
     fn names(archive: &[u8]) -> Vec<String> {
