@@ -3,8 +3,10 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 use serde::de::DeserializeOwned;
 
 /// Most bytes of a JSON file that we read.
@@ -23,6 +25,16 @@ pub(crate) enum HomeError {
         path: PathBuf,
         /// Why.
         error: io::Error,
+    },
+    /// A directory of ours that we cannot use.
+    #[error("{path}: {why}; {next}", path = path.display())]
+    Unusable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        why: String,
+        /// The next step.
+        next: &'static str,
     },
     /// A file that is not what its name says.
     #[error("{path}: not valid: {error}", path = path.display())]
@@ -65,6 +77,38 @@ pub(crate) fn at(path: &Path) -> impl FnOnce(io::Error) -> HomeError + use<'_> {
     move |error| HomeError::Io { path: path.to_owned(), error }
 }
 
+/// Attaches to an I/O error the directory of ours that it is about, whose it is, and what to do.
+pub(crate) fn unusable(path: &Path) -> impl FnOnce(io::Error) -> HomeError + use<'_> {
+    const OTHER: &str = "set BULKHEAD_HOME to a directory of yours";
+    move |error| {
+        // What is to blame may lie above it.
+        let there = path.ancestors().filter_map(|above| Some((above, above.metadata().ok()?))).next();
+        let (why, next) = match (error.kind(), there) {
+            (io::ErrorKind::PermissionDenied, Some((above, found))) => {
+                let (owner, user) = (found.uid(), rustix::process::geteuid().as_raw());
+                let name = if above == path { "it".to_owned() } else { above.display().to_string() };
+                if owner == user {
+                    let mode = found.mode() & 0o7777;
+                    (format!("permission denied: {name} is yours and has mode {mode:03o}"), "change that (chmod u+rwx)")
+                } else {
+                    let why = format!("permission denied: {name} belongs to user {owner}, and this is user {user}");
+                    (why, "run this as that user, or set BULKHEAD_HOME to a directory of yours")
+                }
+            }
+            (io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory, Some((above, found))) if !found.is_dir() => {
+                let name = if above == path { "it".to_owned() } else { above.display().to_string() };
+                (format!("{name} is not a directory"), OTHER)
+            }
+            (io::ErrorKind::AlreadyExists, _) if path.is_symlink() => ("it is a link to nothing".to_owned(), OTHER),
+            (io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded, _) => {
+                (error.to_string(), "make room, or set BULKHEAD_HOME to where there is some")
+            }
+            _ => (error.to_string(), OTHER),
+        };
+        HomeError::Unusable { path: path.to_owned(), why, next }
+    }
+}
+
 /// Reads a JSON file of bounded length.
 pub(crate) fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, HomeError> {
     let mut bytes = Vec::new();
@@ -100,7 +144,10 @@ impl Home {
         let path = choose(root, |name| std::env::var_os(name)).ok_or(HomeError::Nowhere)?;
         make_directory(&path)?;
         // Absolute, because the supervisor works elsewhere.
-        let path = path.canonicalize().map_err(at(&path))?;
+        let path = path.canonicalize().map_err(unusable(&path))?;
+        // What is asked for here is not told as missing there.
+        let access = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+        accessat(CWD, &path, access, AtFlags::EACCESS).map_err(|error| unusable(&path)(error.into()))?;
         Ok(Self(path))
     }
 
@@ -142,7 +189,7 @@ impl ProgramFiles {
 /// Makes a directory that only we may enter, and those above it.
 pub(crate) fn make_directory(path: &Path) -> Result<(), HomeError> {
     use std::os::unix::fs::DirBuilderExt;
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(at(path))
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(unusable(path))
 }
 
 /// The state directory by the rules; nothing if no rule applies.
@@ -159,17 +206,40 @@ fn choose(root: bool, variable: impl Fn(&str) -> Option<OsString>) -> Option<Pat
     state.or_else(|| set("HOME").map(|home| home.join(".local/state"))).map(|state| state.join("bulkhead"))
 }
 
-/// The names of what is in a directory; none if it is not there.
-pub(crate) fn entries(directory: &Path) -> Vec<String> {
-    let mut names: Vec<String> = std::fs::read_dir(directory)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| !name.starts_with('.'))
-        .collect();
+/// The names of what is in a directory of ours, sorted; none if it is not there.
+pub(crate) fn all_entries(directory: &Path) -> Result<Vec<String>, HomeError> {
+    let entries = match std::fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other.map_err(unusable(directory))?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        // A name that is no text is none of ours.
+        names.extend(entry.map_err(unusable(directory))?.file_name().into_string().ok());
+    }
     names.sort();
-    names
+    Ok(names)
+}
+
+/// The same, without those that begin with a dot: these mean nothing.
+pub(crate) fn entries(directory: &Path) -> Result<Vec<String>, HomeError> {
+    let mut names = all_entries(directory)?;
+    names.retain(|name| !name.starts_with('.'));
+    Ok(names)
+}
+
+/// Whether there is a file of ours. One that cannot be looked for is not taken for missing.
+pub(crate) fn is_file(path: &Path) -> Result<bool, HomeError> {
+    match path.metadata() {
+        Ok(found) => Ok(found.is_file()),
+        Err(error) if is_missing(&error) => Ok(false),
+        Err(error) => Err(unusable(path)(error)),
+    }
+}
+
+/// Whether nothing stands there, or something else than a directory above it.
+pub(crate) fn is_missing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
 /// What to say of an image or kernel that is not there: what comes near.
@@ -250,6 +320,41 @@ mod tests {
             Some("/h/.local/state/bulkhead".into())
         );
         assert_eq!(with(false, &[]), None);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_told_with_the_reason_and_the_next_step() {
+        let place = tempfile::tempdir().unwrap();
+        let file = place.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let below = file.join("below");
+        let told = |error: HomeError| error.to_string().replace(place.path().to_str().unwrap(), "");
+        let next = "set BULKHEAD_HOME to a directory of yours";
+        assert_eq!(told(make_directory(&file).unwrap_err()), format!("/file: it is not a directory; {next}"));
+        let error = make_directory(&below).unwrap_err();
+        let at = place.path().join("file");
+        assert_eq!(error.to_string(), format!("{}: {} is not a directory; {next}", below.display(), at.display()));
+        assert_eq!(told(entries(&file).unwrap_err()), format!("/file: it is not a directory; {next}"));
+        assert_eq!(entries(&place.path().join("none")).unwrap(), [""; 0]);
+        let dangling = place.path().join("dangling");
+        std::os::unix::fs::symlink("nowhere", &dangling).unwrap();
+        assert_eq!(told(make_directory(&dangling).unwrap_err()), format!("/dangling: it is a link to nothing; {next}"));
+        let full = unusable(&file)(io::ErrorKind::StorageFull.into()).to_string();
+        assert!(full.ends_with("; make room, or set BULKHEAD_HOME to where there is some"), "{full}");
+        assert!(is_file(&file).unwrap() && !is_file(&below).unwrap());
+        let user = rustix::process::geteuid().as_raw();
+        let denied = |path: &Path| unusable(path)(io::ErrorKind::PermissionDenied.into()).to_string();
+        assert!(
+            denied(&file).ends_with("it is yours and has mode 644; change that (chmod u+rwx)"),
+            "{}",
+            denied(&file)
+        );
+        let owner = Path::new("/proc/1").metadata().unwrap().uid();
+        if owner != user {
+            assert!(
+                denied("/proc/1/none".as_ref()).contains(&format!("/proc/1 belongs to user {owner}, and this is user"))
+            );
+        }
     }
 
     #[test]

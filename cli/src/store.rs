@@ -18,7 +18,7 @@ use serde::Serialize;
 use snapshot::store::{Chain, ChainLayer, Snapshot};
 
 use crate::events::Events;
-use crate::home::{Home, HomeError, at, make_directory, read_json};
+use crate::home::{Home, HomeError, all_entries, at, make_directory, read_json, unusable};
 use crate::spec::{Jailed, Phase, SetPolicy, Spec, State};
 use crate::supervisor::begin::{STREAMS, Streams};
 use crate::supervisor::layers;
@@ -118,7 +118,7 @@ impl Store {
     ) -> Result<(RunDirectory, File), StoreError> {
         let _guard = self.guard()?;
         if let Some(name) = &spec.name
-            && let Some(other) = self.all().into_iter().find(|other| other.spec.name.as_ref() == Some(name))
+            && let Some(other) = self.all()?.into_iter().find(|other| other.spec.name.as_ref() == Some(name))
         {
             return Err(StoreError::NameTaken { name: name.clone(), id: other.spec.id });
         }
@@ -161,7 +161,7 @@ impl Store {
     pub(crate) fn sweep(&self) -> Result<(), HomeError> {
         let guard = self.guard()?;
         let mut gone = Vec::new();
-        for name in self.names() {
+        for name in self.names()? {
             let path = self.runs.join(&name);
             let dead = || path.join(EPHEMERAL).exists() && !is_locked(&path.join("lock"));
             if name.starts_with(GONE) {
@@ -179,22 +179,39 @@ impl Store {
         Ok(())
     }
 
-    /// All runs that can be read, by id.
-    pub(crate) fn all(&self) -> Vec<Listed> {
-        let mut names = self.names();
-        names.retain(|name| is_id(name));
-        names.sort();
-        // A run may end, and its directory go, while we read: it is then no run any more.
-        names.into_iter().filter_map(|name| RunDirectory(self.runs.join(name)).read().ok()).collect()
+    /// All runs, by id. What is damaged is none; what we may not look at might be one.
+    pub(crate) fn all(&self) -> Result<Vec<Listed>, HomeError> {
+        let (runs, closed) = self.readable()?;
+        closed.map_or(Ok(runs), Err)
+    }
+
+    /// All runs that can be read, by id, and why one cannot, if there is one.
+    pub(crate) fn readable(&self) -> Result<(Vec<Listed>, Option<HomeError>), HomeError> {
+        let (mut runs, mut closed) = (Vec::new(), None);
+        for name in self.names()?.into_iter().filter(|name| is_id(name)) {
+            match RunDirectory(self.runs.join(name)).read() {
+                Ok(run) => runs.push(run),
+                Err(HomeError::Io { path, error }) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    closed = closed.or(Some(unusable(&path)(error)));
+                }
+                // A run may end, and its directory go, while we read: it is then no run any more.
+                Err(_) => {}
+            }
+        }
+        Ok((runs, closed))
     }
 
     /// The run with this id, name or unique beginning of an id.
     pub(crate) fn find(&self, given: &str) -> Result<Listed, StoreError> {
-        let mut all = self.all();
+        let (mut all, closed) = self.readable()?;
         let names: Vec<(&str, Option<&str>)> =
             all.iter().map(|run| (run.spec.id.as_str(), run.spec.name.as_deref())).collect();
-        let index = choose(given, &names)?;
-        Ok(all.swap_remove(index))
+        match (choose(given, &names), closed) {
+            (Ok(index), _) => Ok(all.swap_remove(index)),
+            // It might be that one.
+            (Err(StoreError::Unknown(_)), Some(closed)) => Err(closed.into()),
+            (Err(error), _) => Err(error),
+        }
     }
 
     /// The directory of a run by its whole id, whatever is in it.
@@ -205,14 +222,15 @@ impl Store {
 
     fn guard(&self) -> Result<File, HomeError> {
         let path = self.runs.join(".lock");
-        let file = open_lock(&path).map_err(at(&path))?;
+        let file = open_lock(&path).map_err(unusable(&path))?;
         rustix::fs::flock(&file, FlockOperation::LockExclusive).map_err(|error| at(&path)(error.into()))?;
         Ok(file)
     }
 
-    fn names(&self) -> Vec<String> {
-        let entries = std::fs::read_dir(&self.runs).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name != ".lock").collect()
+    fn names(&self) -> Result<Vec<String>, HomeError> {
+        let mut names = all_entries(&self.runs)?;
+        names.retain(|name| name != ".lock");
+        Ok(names)
     }
 }
 
@@ -530,7 +548,7 @@ mod tests {
         let names: Vec<_> = std::fs::read_dir(directory.path().join("runs")).unwrap().collect();
         assert_eq!(names.len(), 3, "the lock and two runs: {names:?}");
         store.sweep().unwrap();
-        assert_eq!(store.all().len(), 2);
+        assert_eq!(store.all().unwrap().len(), 2);
     }
 
     #[test]
@@ -601,11 +619,11 @@ mod tests {
         let (run, _lock) = store.create(&mut spec(None, false), &chain(), 0).unwrap();
         let state = State { state: Phase::Stopped, reason: Some("exited".into()), exit_code: Some(3), ..State::new(0) };
         run.write_state(&state, true).unwrap();
-        assert_eq!(store.all().pop().unwrap().state, state);
+        assert_eq!(store.all().unwrap().pop().unwrap().state, state);
         assert!(!run.path().join("state.json.tmp").exists());
         // What is cut short is no run; it is not taken for one, nor removed.
         std::fs::write(run.path().join("state.json"), "{").unwrap();
-        assert!(store.all().is_empty());
+        assert!(store.all().unwrap().is_empty());
         store.sweep().unwrap();
         assert!(run.path().exists());
     }

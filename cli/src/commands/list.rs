@@ -28,7 +28,7 @@ pub(crate) struct List {
 
 /// `bulkhead list`
 pub(crate) fn list(args: &List) -> Result<u8, String> {
-    let mut runs = open_store()?.all();
+    let (mut runs, closed) = open_store()?.readable().map_err(|error| error.to_string())?;
     runs.retain(|run| args.all || run.state.is_live() || run.state.state == Phase::Paused);
     let text = match args.format {
         _ if args.quiet => runs.iter().map(|run| format!("{}\n", run.spec.id)).collect(),
@@ -44,7 +44,8 @@ pub(crate) fn list(args: &List) -> Result<u8, String> {
         }
     };
     print(&text)?;
-    Ok(0)
+    // That there may be more is not passed over.
+    closed.map_or(Ok(0), |error| Err(error.to_string()))
 }
 
 fn row(run: &Listed, now: SystemTime) -> Vec<String> {

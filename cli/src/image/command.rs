@@ -161,11 +161,11 @@ fn list(home: &Home, args: &List) -> Result<u8, String> {
     let images = Images::open(home).map_err(|error| error.to_string())?;
     images.sweep().map_err(|error| error.to_string())?;
     let mut names = BTreeMap::<String, Vec<String>>::new();
-    for (name, id) in images.names() {
+    for (name, id) in images.names().map_err(|error| error.to_string())? {
         names.entry(id).or_default().push(name);
     }
     let mut rows: Vec<Row> = Vec::new();
-    for id in images.ids() {
+    for id in images.ids().map_err(|error| error.to_string())? {
         // One that is damaged is listed all the same: whoever uses it is told.
         let record = images.record(&id).ok();
         rows.push(Row {
@@ -175,7 +175,7 @@ fn list(home: &Home, args: &List) -> Result<u8, String> {
             id: Some(id),
         });
     }
-    for name in images.by_hand_names() {
+    for name in images.by_hand_names().map_err(|error| error.to_string())? {
         let used = images.find(&name).ok().and_then(|image| std::fs::metadata(&image.root).ok());
         let size = used.map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found).saturating_mul(512));
         rows.push(Row { id: None, names: vec![name], size, imported: None });
@@ -221,7 +221,7 @@ fn table(rows: &[Row], now: SystemTime) -> String {
 
 fn inspect(home: &Home, args: &Inspect) -> Result<u8, String> {
     let images = Images::of(home);
-    let names = images.names();
+    let names = images.names().map_err(|error| error.to_string())?;
     let mut all = Vec::new();
     for given in &args.images {
         let image = images.find(given).map_err(|error| error.to_string())?;
@@ -245,10 +245,10 @@ fn inspect(home: &Home, args: &Inspect) -> Result<u8, String> {
 fn remove(home: &Home, given: &[String]) -> Result<u8, String> {
     let images = Images::open(home).map_err(|error| error.to_string())?;
     images.sweep().map_err(|error| error.to_string())?;
-    let runs = Store::open(home).map_err(|error| error.to_string())?;
+    let runs = Store::open(home).and_then(|store| store.all()).map_err(|error| error.to_string())?;
     let user = |directory: &std::path::Path| {
         let needs = |file: &PathBuf| file.starts_with(directory);
-        runs.all().into_iter().find(|run| needs(&run.spec.machine.image_file)).map(|run| run.spec.id)
+        runs.iter().find(|run| needs(&run.spec.machine.image_file)).map(|run| run.spec.id.clone())
     };
     for one in given {
         images.remove(one, user).map_err(|error| error.to_string())?;

@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use super::name;
 use super::record::{Config, Record, VERSION};
-use crate::home::{Home, HomeError, at, make_directory, read_json};
+use crate::home::{Home, HomeError, all_entries, at, entries, is_file, make_directory, read_json, unusable};
 use crate::store::sync_directory;
 
 /// Begins the names of what is half made or half removed.
@@ -112,11 +112,13 @@ impl Images {
 
     /// An image by name, id, or unique beginning of an id.
     pub(crate) fn find(&self, given: &str) -> Result<Image, StoreError> {
-        if let Some(id) = self.named(given).or_else(|| self.named(&format!("{given}:latest"))) {
-            return self.load(&id, given);
+        for name in [given, &format!("{given}:latest")] {
+            if let Some(id) = self.named(name)? {
+                return self.load(&id, given);
+            }
         }
         let digits = given.strip_prefix("sha256:").unwrap_or(given);
-        let mut ids = self.ids();
+        let mut ids = self.ids()?;
         ids.retain(|id| !digits.is_empty() && id.starts_with(digits));
         match ids.as_slice() {
             [id] => self.load(id, given),
@@ -129,37 +131,52 @@ impl Images {
     }
 
     /// The ids of all images.
-    pub(crate) fn ids(&self) -> Vec<String> {
-        let mut ids = entries(&self.0);
-        ids.retain(|name| super::digest::Digest::from_hex(name).is_some() && self.0.join(name).join(RECORD).is_file());
-        ids
-    }
-
-    /// All names, each with the id that it stands for.
-    pub(crate) fn names(&self) -> Vec<(String, String)> {
-        let files = entries(&self.0.join("names"));
-        files
-            .iter()
-            .filter_map(|file| name::from_file(file))
-            .filter_map(|name| Some((name.clone(), self.named(&name)?)))
-            .collect()
+    pub(crate) fn ids(&self) -> Result<Vec<String>, HomeError> {
+        self.with_record(|name| super::digest::Digest::from_hex(name).is_some())
     }
 
     /// The names of images that were put there by hand.
-    pub(crate) fn by_hand_names(&self) -> Vec<String> {
-        let mut names = entries(&self.0);
-        names.retain(|name| name != "names" && super::digest::Digest::from_hex(name).is_none());
-        names.retain(|name| self.0.join(name).join(RECORD).is_file());
-        names
+    pub(crate) fn by_hand_names(&self) -> Result<Vec<String>, HomeError> {
+        self.with_record(|name| name != "names" && super::digest::Digest::from_hex(name).is_none())
+    }
+
+    /// The directories that are called so and have a record.
+    fn with_record(&self, wanted: impl Fn(&str) -> bool) -> Result<Vec<String>, HomeError> {
+        let mut names = Vec::new();
+        for name in entries(&self.0)?.into_iter().filter(|name| wanted(name)) {
+            if is_file(&self.0.join(&name).join(RECORD))? {
+                names.push(name);
+            }
+        }
+        Ok(names)
+    }
+
+    /// All names, each with the id that it stands for.
+    pub(crate) fn names(&self) -> Result<Vec<(String, String)>, HomeError> {
+        let mut names = Vec::new();
+        for name in entries(&self.0.join("names"))?.iter().filter_map(|file| name::from_file(file)) {
+            names.extend(self.named(&name)?.map(|id| (name, id)));
+        }
+        Ok(names)
     }
 
     /// The id that a name stands for.
-    fn named(&self, given: &str) -> Option<String> {
-        name::check(given).ok()?;
-        let target = std::fs::read_link(self.0.join("names").join(name::to_file(given))).ok()?;
-        let id = target.strip_prefix("..").ok()?.to_str()?.to_owned();
-        super::digest::Digest::from_hex(&id)?;
-        self.0.join(&id).join(RECORD).is_file().then_some(id)
+    fn named(&self, given: &str) -> Result<Option<String>, HomeError> {
+        if name::check(given).is_err() {
+            return Ok(None);
+        }
+        let names = self.0.join("names");
+        let target = match std::fs::read_link(names.join(name::to_file(given))) {
+            Ok(target) => target,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(unusable(&names)(error)),
+            // Nothing, or no link.
+            Err(_) => return Ok(None),
+        };
+        let id = target.strip_prefix("..").ok().and_then(Path::to_str).map(str::to_owned);
+        match id.filter(|id| super::digest::Digest::from_hex(id).is_some()) {
+            Some(id) if is_file(&self.0.join(&id).join(RECORD))? => Ok(Some(id)),
+            _ => Ok(None),
+        }
     }
 
     /// The record of an image.
@@ -189,9 +206,10 @@ impl Images {
     }
 
     fn by_hand(&self, given: &str) -> Result<Image, StoreError> {
-        if !self.by_hand_names().iter().any(|name| name == given) {
-            let mut known: Vec<String> = self.names().into_iter().map(|(name, _)| name).collect();
-            known.extend(self.by_hand_names());
+        let by_hand = self.by_hand_names()?;
+        if !by_hand.iter().any(|name| name == given) {
+            let mut known: Vec<String> = self.names()?.into_iter().map(|(name, _)| name).collect();
+            known.extend(by_hand);
             return Err(crate::home::unknown("image", &self.0, given, &known).into());
         }
         let own = self.0.join(given);
@@ -204,7 +222,7 @@ impl Images {
     /// Removes what imports and removals left that died.
     pub(super) fn sweep(&self) -> Result<(), HomeError> {
         let _guard = self.guard()?;
-        for name in all_entries(&self.0).iter().filter(|name| name.starts_with(TEMPORARY)) {
+        for name in all_entries(&self.0)?.iter().filter(|name| name.starts_with(TEMPORARY)) {
             let path = self.0.join(name);
             if open_lock(&path, false).is_none_or(|lock| flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok())
             {
@@ -299,7 +317,7 @@ impl Images {
     /// Takes a name away, or an image with all of its names. `user` gives a run that needs an image's file.
     pub(super) fn remove(&self, given: &str, user: impl Fn(&Path) -> Option<String>) -> Result<(), StoreError> {
         let guard = self.guard()?;
-        let names = self.names();
+        let names = self.names()?;
         // A name alone, if the image has others.
         let known_as = [given.to_owned(), format!("{given}:latest")];
         let by_name = names.iter().find(|(name, _)| known_as.contains(name));
@@ -320,7 +338,7 @@ impl Images {
                 // A damaged one can be removed by its whole id.
                 Err(StoreError::Damaged { .. }) => {
                     let digits = given.strip_prefix("sha256:").unwrap_or(given);
-                    self.ids().into_iter().find(|id| id.starts_with(digits)).unwrap_or_default()
+                    self.ids()?.into_iter().find(|id| id.starts_with(digits)).unwrap_or_default()
                 }
                 Err(error) => return Err(error),
             },
@@ -345,7 +363,7 @@ impl Images {
     fn guard(&self) -> Result<File, HomeError> {
         let path = self.0.join(".lock");
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let file = file.map_err(at(&path))?;
+        let file = file.map_err(unusable(&path))?;
         flock(&file, FlockOperation::LockExclusive).map_err(|error| at(&path)(error.into()))?;
         Ok(file)
     }
@@ -373,19 +391,6 @@ pub(crate) fn short(id: &str) -> &str {
 fn open_lock(directory: &Path, create: bool) -> Option<File> {
     let path = directory.join("lock");
     OpenOptions::new().read(true).write(true).create(create).truncate(false).mode(0o600).open(path).ok()
-}
-
-fn all_entries(directory: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
-    names
-}
-
-fn entries(directory: &Path) -> Vec<String> {
-    let mut names = all_entries(directory);
-    names.retain(|name| !name.starts_with('.'));
-    names
 }
 
 #[cfg(test)]

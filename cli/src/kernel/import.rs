@@ -101,7 +101,7 @@ pub(super) fn import(store: &Store, request: &Request<'_>) -> Result<(Record, bo
     removed.map_err(|error| StoreError::from(at(&staging)(error)))?;
     // One that is here with all of its modules is the same and more.
     let same = |other: &Record| record.files.iter().all(|(name, part)| other.files.get(name) == Some(part));
-    if let Some(here) = store.records().into_iter().rev().find(|other| same(other) && store.verify(other).is_ok()) {
+    if let Some(here) = store.records()?.into_iter().rev().find(|other| same(other) && store.verify(other).is_ok()) {
         return Ok((here, false));
     }
     let new = store.publish(&made, &record)?;
@@ -176,7 +176,7 @@ fn open_sources(request: &Request<'_>, staging: &Path) -> Result<(PathBuf, Optio
     }
     let packages: Vec<String> = request.sources.iter().map(|path| path.display().to_string()).collect();
     let content = |what: String| ImportError::Content { packages: packages.join(", "), what };
-    let kernels = crate::home::entries(&staging.join("boot"));
+    let kernels = crate::home::entries(&staging.join("boot")).map_err(StoreError::from)?;
     let [kernel] = kernels.as_slice() else {
         return Err(content(match kernels.as_slice() {
             [] => {
@@ -188,7 +188,7 @@ fn open_sources(request: &Request<'_>, staging: &Path) -> Result<(PathBuf, Optio
         }));
     };
     let modules = staging.join("lib/modules");
-    if crate::home::entries(&modules).is_empty() {
+    if crate::home::entries(&modules).map_err(StoreError::from)?.is_empty() {
         return Err(content(
             "no modules (lib/modules) in it; where they have a package of their own (linux-modules-RELEASE), name both"
                 .to_owned(),
@@ -356,8 +356,8 @@ mod tests {
         let kernel = place.store.kernel(None).unwrap();
         assert!(kernel.vmlinux.starts_with(place.store.directory(&second.id)));
         place.store.remove(&second.id).unwrap();
-        assert_eq!(place.store.names().into_keys().collect::<Vec<_>>(), ["other"]);
-        assert_eq!(place.store.records(), [first]);
+        assert_eq!(place.store.names().unwrap().into_keys().collect::<Vec<_>>(), ["other"]);
+        assert_eq!(place.store.records().unwrap(), [first]);
     }
 
     #[test]
@@ -411,9 +411,9 @@ mod tests {
         // A directory without a record is no kernel, and gives way to one.
         drop(living);
         fs::remove_file(place.store.directory(&record.id).join("kernel.json")).unwrap();
-        assert!(place.store.records().is_empty());
+        assert!(place.store.records().unwrap().is_empty());
         assert!(place.import(&["vmlinuz"], Some("lib/modules"), false).unwrap().1);
-        assert_eq!(place.store.records().len(), 1);
+        assert_eq!(place.store.records().unwrap().len(), 1);
     }
 
     #[test]
@@ -433,9 +433,9 @@ mod tests {
                 let text = fs::read_to_string(&path).unwrap();
                 fs::write(&path, text.replacen(&format!("\"version\": {VERSION}"), "\"version\": 1", 1)).unwrap();
             }
-            assert!(place.store.records().is_empty());
+            assert!(place.store.records().unwrap().is_empty());
             assert!(place.import(&["vmlinuz"], Some("lib/modules"), false).unwrap().1);
-            assert_eq!(place.store.records().len(), 1);
+            assert_eq!(place.store.records().unwrap().len(), 1);
         }
     }
 

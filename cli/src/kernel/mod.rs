@@ -125,7 +125,8 @@ fn import_kernel(store: &Store, args: &Import) -> Result<u8, String> {
 }
 
 fn list(store: &Store, args: &List) -> Result<u8, String> {
-    let (records, names) = (store.records(), store.names());
+    let records = store.records().map_err(|error| error.to_string())?;
+    let names = store.names().map_err(|error| error.to_string())?;
     let names_of = |record: &Record| -> Vec<String> {
         names.iter().filter(|(_, id)| **id == record.id).map(|(name, _)| name.clone()).collect()
     };
@@ -147,7 +148,7 @@ fn list(store: &Store, args: &List) -> Result<u8, String> {
 }
 
 fn inspect(store: &Store, kernels: &[String]) -> Result<u8, String> {
-    let names = store.names();
+    let names = store.names().map_err(|error| error.to_string())?;
     let mut all = Vec::new();
     for given in kernels {
         let id = store.find(given).map_err(|error| error.to_string())?;
@@ -168,14 +169,14 @@ fn describe(record: &Record, names: &[String]) -> serde_json::Value {
 }
 
 fn remove(home: &Home, store: &Store, kernels: &[String]) -> Result<u8, String> {
-    let runs = crate::store::Store::open(home).map_err(|error| error.to_string())?;
+    let runs = crate::store::Store::open(home).and_then(|store| store.all()).map_err(|error| error.to_string())?;
     // All are looked at before the first is removed.
     let mut ids = Vec::new();
     for given in kernels {
         let id = store.find(given).map_err(|error| error.to_string())?;
         let directory = store.directory(&id);
         let directory = directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
-        if let Some(user) = runs.all().iter().find(|run| run.spec.machine.kernel_file.starts_with(&directory)) {
+        if let Some(user) = runs.iter().find(|run| run.spec.machine.kernel_file.starts_with(&directory)) {
             let run = &user.spec.id;
             return Err(format!("kernel {given}: run {run} needs it; remove that run first (bulkhead rm {run})"));
         }

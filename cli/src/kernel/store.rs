@@ -14,7 +14,9 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::home::{Home, HomeError, at, entries, make_directory, read_json, unknown, version_key};
+use crate::home::{
+    Home, HomeError, at, entries, is_missing, make_directory, read_json, unknown, unusable, version_key,
+};
 use crate::store::{fresh_id, sync_directory};
 
 /// Version of the record. 2: with the driver of the network interface, which every machine has.
@@ -166,10 +168,20 @@ impl Store {
     }
 
     /// The records of all kernels, sorted by version. What has no valid record is no kernel.
-    pub(super) fn records(&self) -> Vec<Record> {
-        let mut found: Vec<Record> = entries(&self.0).iter().filter_map(|id| self.record(id).ok()).collect();
+    pub(super) fn records(&self) -> Result<Vec<Record>, StoreError> {
+        let mut found = Vec::new();
+        for id in entries(&self.0)? {
+            match self.record(&id) {
+                Ok(record) => found.push(record),
+                // What we may not look at might be one.
+                Err(StoreError::Home(HomeError::Io { path, error })) if !is_missing(&error) => {
+                    return Err(unusable(&path)(error).into());
+                }
+                Err(_) => {}
+            }
+        }
         found.sort_by_cached_key(|record| (version_key(&record.release), record.imported.clone()));
-        found
+        Ok(found)
     }
 
     /// The record of the kernel with this id.
@@ -192,19 +204,19 @@ impl Store {
     }
 
     /// All names, with the ids that they stand for.
-    pub(super) fn names(&self) -> BTreeMap<String, String> {
+    pub(super) fn names(&self) -> Result<BTreeMap<String, String>, StoreError> {
         let directory = self.0.join(NAMES);
         let target = |name: &String| {
             let target = directory.join(name).read_link().ok()?;
             let id = target.to_str()?.strip_prefix("../")?.to_owned();
             is_id(&id).then_some(id)
         };
-        entries(&directory).into_iter().filter_map(|name| target(&name).map(|id| (name, id))).collect()
+        Ok(entries(&directory)?.into_iter().filter_map(|name| target(&name).map(|id| (name, id))).collect())
     }
 
     /// The id of a kernel by its name, its id, or a unique beginning of that.
     pub(super) fn find(&self, given: &str) -> Result<String, StoreError> {
-        let (names, records) = (self.names(), self.records());
+        let (names, records) = (self.names()?, self.records()?);
         let exists = |id: &String| records.iter().any(|record| record.id == *id);
         if let Some(id) = names.get(given).filter(|id| exists(id)) {
             return Ok(id.clone());
@@ -228,14 +240,15 @@ impl Store {
     /// that they were written with.
     pub(crate) fn kernel(&self, given: Option<&str>) -> Result<Kernel, StoreError> {
         let Some(given) = given else {
-            let Some(record) = self.records().pop() else {
+            let Some(record) = self.records()?.pop() else {
                 return self.by_hand_newest();
             };
             return self.checked(record.release.clone(), &record);
         };
         match self.find(given) {
             Ok(id) => self.checked(given.to_owned(), &self.record(&id)?),
-            Err(error) => self.by_hand(given).ok_or(error),
+            Err(error @ StoreError::Home(HomeError::Unknown { .. })) => self.by_hand(given).ok_or(error),
+            Err(error) => Err(error),
         }
     }
 
@@ -261,7 +274,7 @@ impl Store {
     }
 
     fn by_hand_newest(&self) -> Result<Kernel, StoreError> {
-        let all = entries(&self.0).into_iter().filter_map(|name| self.by_hand(&name));
+        let all = entries(&self.0)?.into_iter().filter_map(|name| self.by_hand(&name));
         all.max_by_key(|kernel| version_key(&kernel.name)).ok_or_else(|| {
             let own = super::host::HostKernel::find().import_command();
             let hint = own.map(|command| format!("; for this host's own: {command}")).unwrap_or_default();
@@ -355,7 +368,7 @@ impl Store {
         let _lock = self.lock()?;
         let directory = self.0.join(NAMES);
         make_directory(&directory)?;
-        let before = self.names().get(name).cloned();
+        let before = self.names()?.get(name).cloned();
         if before.as_deref() == Some(id) {
             return Ok(None);
         }
@@ -374,7 +387,7 @@ impl Store {
     pub(super) fn remove(&self, id: &str) -> Result<(), StoreError> {
         let _lock = self.lock()?;
         let gone = self.set_aside(&self.directory(id))?;
-        for (name, _) in self.names().into_iter().filter(|(_, of)| of == id) {
+        for (name, _) in self.names()?.into_iter().filter(|(_, of)| of == id) {
             let path = self.0.join(NAMES).join(name);
             fs::remove_file(&path).map_err(at(&path))?;
         }

@@ -10,7 +10,7 @@ use rustix::process::{Resource, getrlimit};
 
 use super::super::scope;
 use super::{Check, judge};
-use crate::home::{Home, ProgramFiles};
+use crate::home::{Home, HomeError, ProgramFiles};
 use crate::image::Images;
 use crate::kernel::{self, host::HostKernel};
 use crate::preflight::{check_kernel, check_limits, open_kvm};
@@ -77,16 +77,20 @@ fn state(home: &Home) -> Vec<Check> {
     // The one that this host runs is at hand.
     let import = HostKernel::find().import_command();
     let import = import.unwrap_or_else(|why| format!("{why}; give another to bulkhead kernel import"));
-    vec![judge::disk(path, space), judge::kernel(kernel, &import), judge::images(&images(home), path)]
+    let images = match images(home) {
+        Ok(names) => judge::images(&names, path),
+        Err(error) => Check::failed("image", error.to_string(), "make it readable for this user, or move it away"),
+    };
+    vec![judge::disk(path, space), judge::kernel(kernel, &import), images]
 }
 
 /// The images that there are, by name, or by id where they have none.
-fn images(home: &Home) -> Vec<String> {
+fn images(home: &Home) -> Result<Vec<String>, HomeError> {
     let images = Images::of(home);
-    let named = images.names();
-    let nameless = images.ids().into_iter().filter(|id| !named.iter().any(|(_, named)| named == id));
+    let named = images.names()?;
+    let nameless = images.ids()?.into_iter().filter(|id| !named.iter().any(|(_, named)| named == id));
     let by_name = named.iter().map(|(name, _)| name.clone());
-    by_name.chain(nameless).chain(images.by_hand_names()).collect()
+    Ok(by_name.chain(nameless).chain(images.by_hand_names()?).collect())
 }
 
 fn resolved(path: &Path) -> Result<PathBuf, String> {
