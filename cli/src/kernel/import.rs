@@ -73,6 +73,22 @@ pub(super) enum ImportError {
     /// The store, or a file that cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// Any of these, told by what the user knows.
+    #[error("{0}")]
+    Told(String),
+}
+
+/// An error with the places where an import works replaced by what the user knows: a package for where it was unpacked, the
+/// store for what is made for it. Names in it are a package's, and fit to print.
+fn told(error: &ImportError, request: &Request<'_>, made: &Path, staging: &Path, store: &Path) -> ImportError {
+    let sources: Vec<String> = request.sources.iter().map(|path| path.display().to_string()).collect();
+    // What is staged came from the packages, or from the directory of modules.
+    let origin = request.modules.map_or_else(|| sources.join(", "), |modules| modules.display().to_string());
+    let (made, staging) = (made.display().to_string(), staging.display().to_string());
+    let text = error.to_string();
+    let text = text.replace(&format!("{staging}/"), &format!("{origin}: ")).replace(&staging, &origin);
+    let text = text.replace(&made, &store.display().to_string());
+    ImportError::Told(text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect())
 }
 
 /// What is imported.
@@ -97,8 +113,9 @@ pub(super) fn import(store: &Store, request: &Request<'_>) -> Result<(Record, bo
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
     };
-    let record = record?;
-    removed.map_err(|error| StoreError::from(at(&staging)(error)))?;
+    let told = |error| told(&error, request, &made.path, &staging, store.path());
+    let record = record.map_err(told)?;
+    removed.map_err(|error| told(StoreError::from(at(&staging)(error)).into()))?;
     // One that is here with all of its modules is the same and more.
     let same = |other: &Record| record.files.iter().all(|(name, part)| other.files.get(name) == Some(part));
     if let Some(here) = store.records()?.into_iter().rev().find(|other| same(other) && store.verify(other).is_ok()) {
@@ -374,6 +391,14 @@ mod tests {
             deb::make::package(&[("boot/vmlinuz-a", &fs::read(place.path("vmlinuz")).unwrap())], Compression::Gzip),
         )
         .unwrap();
+        let module = format!("lib/modules/{RELEASE}/kernel/fs/fuse/fuse.ko");
+        let kernel = fs::read(place.path("vmlinuz")).unwrap();
+        for (name, kernel_name, kernel) in
+            [("text.deb", "boot/vmlinuz-\x1b[2J", &b"no kernel"[..]), ("few.deb", "boot/vmlinuz-a", &kernel)]
+        {
+            let package = deb::make::package(&[(kernel_name, kernel), (&module, b"")], Compression::Gzip);
+            fs::write(place.path(name), package).unwrap();
+        }
         for (sources, modules, said) in [
             (&["text"][..], Some("lib/modules"), "text: it is no kernel: its first bytes are of no known kind"),
             (&["nowhere"], None, "nowhere: No such file"),
@@ -390,9 +415,12 @@ mod tests {
             (&["empty.deb"], None, "no kernel (boot/vmlinuz-*) in it"),
             (&["two.deb"], None, "several kernels: vmlinuz-a, vmlinuz-b"),
             (&["kernel.deb"], None, "no modules (lib/modules) in it"),
+            (&["text.deb"], None, "text.deb: boot/vmlinuz-\u{fffd}[2J: it is no kernel"),
+            (&["few.deb"], None, "few.deb: lib/modules/6.12.3+deb12-cloud-amd64 and not built into the kernel"),
         ] {
             let error = place.import(sources, modules, false).unwrap_err();
             assert!(error.contains(said), "{sources:?}: {error}");
+            assert!(!error.contains(".tmp-") && !error.contains("staging") && !error.contains('\x1b'), "{error}");
             assert_eq!(place.stored(), [""; 0], "{sources:?}");
         }
         // The kernel and its modules in a package each.

@@ -198,6 +198,11 @@ impl Store {
         Ok(record)
     }
 
+    /// Where they lie.
+    pub(super) fn path(&self) -> &Path {
+        &self.0
+    }
+
     /// The directory of a kernel.
     pub(super) fn directory(&self, id: &str) -> PathBuf {
         self.0.join(id)
