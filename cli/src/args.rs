@@ -4,8 +4,8 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{ArgAction, CommandFactory, Parser, Subcommand};
 
 use crate::commands::{completion, cp, doctor, exec, fork, inspect, list, pause, policy, rm, run, snapshot};
 use crate::image::ImageCommand;
@@ -102,13 +102,47 @@ pub(crate) fn wrong_usage(error: &clap::Error, argv: &[OsString]) -> String {
         }
         line.push_str(part.strip_prefix("error: ").unwrap_or(part));
     }
+    let (command, words) = command_of(argv);
+    if let Some(option) = value_like_an_option(error, &command, argv) {
+        line = option;
+    }
     let says_what_is_right = matches!(error.kind(), ErrorKind::ValueValidation | ErrorKind::InvalidValue);
     if !says_what_is_right && !line.contains("; tip: ") {
-        let known = Cli::command();
-        let word = argv.get(1).and_then(|word| word.to_str()).filter(|word| known.find_subcommand(word).is_some());
-        line.push_str(&format!("; see bulkhead {}--help", word.map(|word| format!("{word} ")).unwrap_or_default()));
+        line.push_str(&format!("; see bulkhead {words}--help"));
     }
     line
+}
+
+/// The command that is meant, and the words for it, each with a space after it.
+fn command_of(argv: &[OsString]) -> (clap::Command, String) {
+    let (mut command, mut words) = (Cli::command(), String::new());
+    // Its arguments are shown as clap shows them.
+    command.build();
+    for word in argv.iter().skip(1).map_while(|word| word.to_str()) {
+        let Some(next) = command.find_subcommand(word).cloned() else { break };
+        words.push_str(&format!("{word} "));
+        command = next;
+    }
+    (command, words)
+}
+
+/// What to say of `-m -5`: that the option lacks its value, since what follows it reads as another option.
+fn value_like_an_option(error: &clap::Error, command: &clap::Command, argv: &[OsString]) -> Option<String> {
+    let Some(ContextValue::String(found)) =
+        error.get(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument)
+    else {
+        return None;
+    };
+    let at = argv.iter().position(|word| word.to_str().is_some_and(|word| word.starts_with(found.as_str())))?;
+    let (before, word) = (argv.get(at.checked_sub(1)?)?.to_str()?, argv.get(at)?.to_str()?);
+    let option = command.get_arguments().find(|option| {
+        let long = before
+            .strip_prefix("--")
+            .is_some_and(|name| option.get_long_and_visible_aliases().is_some_and(|all| all.contains(&name)));
+        long || option.get_short().is_some_and(|short| before == format!("-{short}"))
+    })?;
+    let takes_one = matches!(option.get_action(), ArgAction::Set | ArgAction::Append);
+    takes_one.then(|| format!("{option}: {word:?} after it reads as an option, not as its value"))
 }
 
 /// An option of ours that stands among the command's words and looks as if it was meant for us: it is

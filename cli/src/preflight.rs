@@ -33,7 +33,7 @@ pub(crate) enum PreflightError {
     )]
     EmulatingKvm,
     /// Less than a guest starts with.
-    #[error("memory: asked {asked}, a guest needs at least {least}; use a larger -m", asked = show_size(*asked),
+    #[error("memory: asked {asked}, a guest needs at least {least}; {}", larger(*asked), asked = show_size(*asked),
             least = show_size(vmm_control::MIN_MEMORY))]
     TooLittleMemory {
         /// In bytes.
@@ -106,6 +106,15 @@ pub(crate) enum PreflightError {
         /// What it is instead.
         why: &'static str,
     },
+}
+
+/// What to do about too little memory. Who writes a small number alone means another unit, as docker would not either.
+fn larger(asked: u64) -> String {
+    if asked < 1 << 20 {
+        format!("a number alone is bytes: did you mean -m {asked}M?")
+    } else {
+        "use a larger -m".to_owned()
+    }
 }
 
 /// Largest disk.
@@ -209,11 +218,14 @@ fn rights(of: &Rights) -> String {
     }
 }
 
+/// Checks the memory that was asked for against the least.
+pub(crate) fn check_least_memory(asked: u64) -> Result<(), PreflightError> {
+    if asked < vmm_control::MIN_MEMORY { Err(PreflightError::TooLittleMemory { asked }) } else { Ok(()) }
+}
+
 /// Checks the memory that was asked for against the least, and against what the host has.
 pub(crate) fn check_memory(asked: u64, meminfo: &str) -> Result<(), PreflightError> {
-    if asked < vmm_control::MIN_MEMORY {
-        return Err(PreflightError::TooLittleMemory { asked });
-    }
+    check_least_memory(asked)?;
     let free = meminfo.lines().find_map(|line| {
         let kib = line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim();
         kib.parse::<u64>().ok()?.checked_mul(1024)

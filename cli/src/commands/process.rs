@@ -63,7 +63,7 @@ pub(super) fn check_terminal(process: &Process) -> Result<(), String> {
 /// The same for a command that has one (`true`) or not.
 pub(super) fn check_terminal_for(tty: bool) -> Result<(), String> {
     if tty && !terminal::is_here() {
-        return Err("the input device is not a TTY".to_owned());
+        return Err("the input device is not a TTY; leave -t out, or start it in a terminal".to_owned());
     }
     Ok(())
 }

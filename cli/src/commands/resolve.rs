@@ -9,7 +9,7 @@ use rustix::process::{Resource, getrlimit};
 use super::run::Run;
 use crate::home::{Home, ProgramFiles};
 use crate::image::{Image, Images};
-use crate::preflight::{check_kernel, check_limits, check_memory, disk_size, open_kvm};
+use crate::preflight::{check_kernel, check_least_memory, check_limits, check_memory, disk_size, open_kvm};
 use crate::spec::{Artifacts, Input, Machine, Network, Process, Spec};
 use crate::{clock, environment, kernel, terminal};
 
@@ -18,6 +18,8 @@ const PAGE: u64 = 4096;
 
 /// Everything that was asked for, resolved.
 pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]) -> Result<Spec, Box<dyn Error>> {
+    // As it was written: further on it is rounded up.
+    check_least_memory(args.memory)?;
     let env = args.process.environment()?;
     let image = Images::of(home).find(image)?;
     let command = command_in(&image, args.entrypoint.as_deref(), command)?;

@@ -11,7 +11,10 @@ pub(super) fn check(text: &str) -> Result<String, String> {
     if text.len() > MAX {
         return Err(format!("longer than {MAX} characters"));
     }
-    if !text.starts_with(|c: char| c.is_ascii_alphanumeric()) || !text.chars().all(fine) || text.contains("//") {
+    if text.contains("//") {
+        return Err("it has two slashes in a row; write one".to_owned());
+    }
+    if !text.starts_with(|c: char| c.is_ascii_alphanumeric()) || !text.chars().all(fine) {
         return Err("names begin with a letter or digit and go on with letters, digits and . _ - : / @".to_owned());
     }
     if Digest::from_hex(text).is_some() {

@@ -16,9 +16,12 @@ pub(crate) const TESTS: &[Test] = &[
 fn a_terminal_needs_one_here() {
     let bulkhead = Bulkhead::new();
     let refused = bulkhead.output(&["run", "-t", "busybox", "sh"]).refused(125);
-    assert_eq!(refused, "bulkhead: cannot start run: the input device is not a TTY\n");
+    assert_eq!(
+        refused,
+        "bulkhead: cannot start run: the input device is not a TTY; leave -t out, or start it in a terminal\n"
+    );
     let refused = bulkhead.output(&["exec", "-it", "box", "sh"]).refused(125);
-    assert_eq!(refused, "bulkhead: the input device is not a TTY\n");
+    assert_eq!(refused, "bulkhead: the input device is not a TTY; leave -t out, or start it in a terminal\n");
     assert!(bulkhead.runs().is_empty());
 }
 

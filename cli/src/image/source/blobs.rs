@@ -10,11 +10,14 @@ use std::sync::Arc;
 
 use guest::archive::{Kind, Layout, Parser, Pushed, padded};
 use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 
 use super::SourceError;
 use super::json::MAX_JSON;
 use crate::image::digest::Digest;
 
+/// What is said of a part that is not there.
+const MISSING: &str = "it is missing";
 /// Most members of an archive of blobs. An image has a few for each layer.
 const MAX_MEMBERS: usize = 16_384;
 /// Links that are followed from one member to another.
@@ -78,13 +81,20 @@ pub(super) enum Member {
 impl Blobs {
     /// A file of the layout by its path.
     pub(super) fn open(&self, name: &str) -> Result<Part, SourceError> {
-        let missing = || SourceError::part(name, "it is missing");
+        let missing = || SourceError::part(name, MISSING);
         match self {
             Self::Directory(_, directory) => {
                 let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
                 let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
                 let file = match rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve) {
-                    Err(rustix::io::Errno::NOENT) => return Err(missing()),
+                    Err(Errno::NOENT) => return Err(missing()),
+                    Err(Errno::XDEV) => {
+                        return Err(SourceError::part(
+                            name,
+                            "it is a link that leads out of the layout; copy what it leads to",
+                        ));
+                    }
+                    Err(Errno::LOOP) => return Err(SourceError::part(name, "it is a link without end")),
                     other => File::from(other.map_err(|error| SourceError::part(name, io::Error::from(error)))?),
                 };
                 let found = file.metadata().map_err(|error| SourceError::part(name, error))?;
@@ -106,9 +116,13 @@ impl Blobs {
         }
     }
 
-    /// Whether there is a file of this path.
-    pub(super) fn has(&self, name: &str) -> bool {
-        self.open(name).is_ok()
+    /// Whether there is a file of this path. Something else that stands there is an error.
+    pub(super) fn has(&self, name: &str) -> Result<bool, SourceError> {
+        match self.open(name) {
+            Ok(_) => Ok(true),
+            Err(SourceError::Part { why, .. }) if why == MISSING => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// A small file.

@@ -52,9 +52,9 @@ fn of_directory(
 }
 
 fn of_blobs(blobs: &Blobs, reference: Option<&str>, progress: &mut dyn FnMut(u64)) -> Result<Source, SourceError> {
-    if blobs.has("oci-layout") && blobs.has("index.json") {
+    if blobs.has("oci-layout")? && blobs.has("index.json")? {
         oci::open(blobs, reference)
-    } else if blobs.has("manifest.json") {
+    } else if blobs.has("manifest.json")? {
         docker::open(blobs, reference, progress)
     } else {
         let path = blobs.path();
