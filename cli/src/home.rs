@@ -6,7 +6,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::de::DeserializeOwned;
 
 /// Most bytes of a JSON file that we read.
@@ -106,6 +106,17 @@ pub(crate) fn unusable(path: &Path) -> impl FnOnce(io::Error) -> HomeError + use
             _ => (error.to_string(), OTHER),
         };
         HomeError::Unusable { path: path.to_owned(), why, next }
+    }
+}
+
+/// Opens a file that the user names. A pipe might never begin, and a device never end.
+pub(crate) fn open_file(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(open(path, flags, Mode::empty())?);
+    match file.metadata()?.file_type() {
+        kind if kind.is_file() => Ok(file),
+        kind if kind.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        _ => Err(io::Error::other("it is a pipe, device or socket; write it to a file first")),
     }
 }
 

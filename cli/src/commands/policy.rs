@@ -12,6 +12,7 @@ use serde_json::Value;
 use super::{open_store, order, print};
 use crate::events::LOG;
 use crate::frame::Request;
+use crate::home::open_file;
 
 /// `bulkhead policy`
 #[derive(Debug, Subcommand)]
@@ -84,7 +85,7 @@ impl Given {
 /// The text of a policy file. The compiler refuses one that is too long by its length.
 fn read(path: &str) -> Result<String, String> {
     let wrong = |why: String| format!("--network-policy: @{path}: {why}");
-    let file = File::open(path).map_err(|error| wrong(error.to_string()))?;
+    let file = open_file(path.as_ref()).map_err(|error| wrong(error.to_string()))?;
     let mut bytes = Vec::new();
     let most = u64::try_from(MAX_TEXT).unwrap_or(u64::MAX).saturating_add(1);
     file.take(most).read_to_end(&mut bytes).map_err(|error| wrong(error.to_string()))?;
@@ -193,6 +194,19 @@ fn summary(policy: &Policy) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pipe_is_no_policy_and_nobody_waits_for_its_writer() {
+        let place = tempfile::tempdir().unwrap();
+        let pipe = place.path().join("pipe");
+        let mode = rustix::fs::Mode::from(0o600);
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let error = read(pipe.to_str().unwrap()).unwrap_err();
+        assert!(error.ends_with("/pipe: it is a pipe, device or socket; write it to a file first"), "{error}");
+        let plain = place.path().join("plain");
+        std::fs::write(&plain, "x").unwrap();
+        assert_eq!(read(plain.to_str().unwrap()).unwrap(), "x");
+    }
 
     #[test]
     fn refusals_are_found_in_an_event_log() {

@@ -10,11 +10,13 @@
 use crate::sys;
 use rustix::{
     fs::{Mode, OFlags, open},
+    mount::{MountFlags, mount},
     pipe::{PipeFlags, pipe_with},
     process::{WaitId, WaitIdOptions, waitid},
     thread::{ThreadNameSpaceType, UnshareFlags, move_into_thread_name_spaces},
 };
 use std::{
+    ffi::CStr,
     fs, io,
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
@@ -123,6 +125,9 @@ impl Cgroup {
 
     /// A process in it that waits in the kernel, where nothing stops it.
     pub(super) fn busy(&self) -> Option<String> {
+        // The agent's own place has none until someone asks; where there is one, this one lies on top.
+        let _ = fs::create_dir("/proc");
+        let _ = mount("proc", "/proc", "proc", MountFlags::NOSUID, None::<&CStr>);
         let mut waiting = vec![self.path.clone()];
         while let Some(cgroup) = waiting.pop() {
             let processes = fs::read_to_string(cgroup.join("cgroup.threads")).unwrap_or_default();
