@@ -174,7 +174,7 @@ pub(super) fn sound(snapshot: Snapshot, fallback: Option<Fallback>, quiet: bool)
         )),
         Some(Fallback::Disk) => {
             let mut progress = Progress::new("verifying", None, quiet);
-            match snapshot.verify_disk(&mut |bytes| progress.add(bytes)) {
+            match snapshot.verify_disk(Depth::Always, &mut |bytes| progress.add(bytes)) {
                 Ok(()) => Ok(Sound { snapshot, cold: true, instead: Some(why) }),
                 Err(error) => Err(format!("{why}; and its disk is no better: {error}")),
             }

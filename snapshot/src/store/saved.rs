@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{StoreError, at};
 use super::hash::{CHUNK, ChunkHash, chunks, whole};
-use super::manifest::{CHUNKS, DISK, Kind, MAX_BYTES, MEMORY, Manifest, NETWORK, STATE};
+use super::manifest::{CHUNKS, DISK, FileRecord, Kind, MAX_BYTES, MEMORY, Manifest, NETWORK, STATE};
 use super::{Snapshots, boot_id, write_whole};
 
 /// When its files were hashed last.
@@ -48,7 +48,7 @@ pub struct Snapshot {
 }
 
 /// A file at one moment.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileStamp {
     name: String,
@@ -194,26 +194,18 @@ impl Snapshot {
     /// The first one that is not, by name and place; or it was never sealed.
     pub fn verify(&self, depth: Depth, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
         for below in self.below()? {
-            below.verify_own(depth, progress)?;
+            below.verify_files(&DISK, depth, progress)?;
         }
-        self.verify_own(depth, progress)
+        self.verify_files(self.manifest.kind.files(), depth, progress)
     }
 
     /// Whether its disk, and what that stands on, is what was saved, whatever became of its machine.
     ///
     /// # Errors
     /// The first file that is not.
-    pub fn verify_disk(&self, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
+    pub fn verify_disk(&self, depth: Depth, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
         for snapshot in self.below()?.iter().chain([self]) {
-            if snapshot.status() == Status::NeverSealed {
-                return Err(StoreError::NeverSealed { id: snapshot.id().to_owned() });
-            }
-            for file in snapshot.manifest.files.iter().filter(|file| DISK.contains(&file.name.as_str())) {
-                let (hash, _) = snapshot.hash(&file.name, file.length, progress)?;
-                if file.hash.as_deref().is_some_and(|saved| saved != hash.to_hex().as_str()) {
-                    return Err(snapshot.damaged(&file.name, "its hash is not the one that was saved".to_owned()));
-                }
-            }
+            snapshot.verify_files(&DISK, depth, progress)?;
         }
         Ok(())
     }
@@ -226,27 +218,35 @@ impl Snapshot {
         self.manifest.layers.last().map(|id| self.snapshots.load(id)).transpose()
     }
 
-    fn verify_own(&self, depth: Depth, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
+    fn verify_files(&self, names: &[&str], depth: Depth, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
         match self.status() {
             Status::NeverSealed => return Err(StoreError::NeverSealed { id: self.id().to_owned() }),
             Status::Sealing if depth == Depth::IfNeeded => return self.stamps().map(drop),
             Status::Sealing => return self.seal(progress),
             Status::Sealed => {}
         }
-        let stamps = self.stamps()?;
-        if depth == Depth::IfNeeded && self.noted().is_some_and(|noted| self.stamp(stamps).ok() == Some(noted)) {
-            return Ok(());
-        }
-        // Before they are read: what changes them meanwhile makes other stamps.
-        let stamps = self.stamps()?;
+        let before = self.noted();
+        let mut good = before.clone();
         for (number, file) in (0u8..).zip(&self.manifest.files) {
+            if !names.contains(&file.name.as_str()) {
+                continue;
+            }
+            // Before it is read: what changes it meanwhile makes another stamp.
+            let stamp = self.stamp(file)?;
+            if good.contains(&stamp) && depth == Depth::IfNeeded {
+                continue;
+            }
             let (hash, found) = self.hash(&file.name, file.length, progress)?;
             if file.hash.as_deref() != Some(hash.to_hex().as_str()) {
                 let why = self.first_difference(number, &found);
                 return Err(self.damaged(&file.name, why));
             }
+            good.retain(|other| other.name != stamp.name);
+            good.push(stamp);
         }
-        self.note(stamps);
+        if good != before {
+            self.note(good);
+        }
         Ok(())
     }
 
@@ -285,42 +285,49 @@ impl Snapshot {
 
     /// The files as they are now.
     fn stamps(&self) -> Result<Vec<FileStamp>, StoreError> {
-        let mut all = Vec::new();
-        for file in &self.manifest.files {
-            let path = self.path(&file.name);
-            let found = match std::fs::symlink_metadata(&path) {
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                    return Err(self.damaged(&file.name, "it is not there".to_owned()));
-                }
-                other => other.map_err(at(&path))?,
-            };
-            if !found.is_file() {
-                return Err(self.damaged(&file.name, "it is no plain file".to_owned()));
-            }
-            if found.len() != file.length {
-                let why = format!("it has {} bytes, and had {}", found.len(), file.length);
-                return Err(self.damaged(&file.name, why));
-            }
-            all.push(FileStamp::of(&file.name, &found));
-        }
-        Ok(all)
+        self.manifest.files.iter().map(|file| self.stamp(file)).collect()
     }
 
-    fn stamp(&self, files: Vec<FileStamp>) -> Result<Stamp, StoreError> {
+    fn stamp(&self, file: &FileRecord) -> Result<FileStamp, StoreError> {
+        let path = self.path(&file.name);
+        let found = match std::fs::symlink_metadata(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Err(self.damaged(&file.name, "it is not there".to_owned()));
+            }
+            other => other.map_err(at(&path))?,
+        };
+        if !found.is_file() {
+            return Err(self.damaged(&file.name, "it is no plain file".to_owned()));
+        }
+        if found.len() != file.length {
+            let why = format!("it has {} bytes, and had {}", found.len(), file.length);
+            return Err(self.damaged(&file.name, why));
+        }
+        Ok(FileStamp::of(&file.name, &found))
+    }
+
+    /// What a stamp of this manifest, in this life of the host, begins with.
+    fn stamped(&self, files: Vec<FileStamp>) -> Result<Stamp, StoreError> {
         let text = serde_json::to_vec(&self.manifest).map_err(|error| at(&self.path)(error.into()))?;
         Ok(Stamp { boot: boot_id()?, manifest: blake3::hash(&text).to_hex().to_string(), files })
     }
 
-    fn noted(&self) -> Option<Stamp> {
-        let path = self.path(STAMP);
-        let length = std::fs::metadata(&path).ok()?.len();
-        let text = (length <= MAX_STAMP).then(|| std::fs::read(path).ok()).flatten()?;
-        serde_json::from_slice(&text).ok()
+    /// The files that were hashed, as they were then.
+    fn noted(&self) -> Vec<FileStamp> {
+        let read = || {
+            let path = self.path(STAMP);
+            let length = std::fs::metadata(&path).ok()?.len();
+            let text = (length <= MAX_STAMP).then(|| std::fs::read(path).ok()).flatten()?;
+            let stamp: Stamp = serde_json::from_slice(&text).ok()?;
+            let of_this = self.stamped(Vec::new()).ok()?;
+            (stamp.boot == of_this.boot && stamp.manifest == of_this.manifest).then_some(stamp.files)
+        };
+        read().unwrap_or_default()
     }
 
     /// Writes down that they were hashed. Where that cannot be, they are hashed again the next time.
     fn note(&self, files: Vec<FileStamp>) {
-        let Ok(stamp) = self.stamp(files) else { return };
+        let Ok(stamp) = self.stamped(files) else { return };
         let Ok(text) = serde_json::to_vec(&stamp) else { return };
         let _ = write_whole(&self.path(STAMP), &text);
     }
