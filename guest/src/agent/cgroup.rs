@@ -135,6 +135,8 @@ impl Cgroup {
                 let status = fs::read_to_string(format!("/proc/{id}/status")).unwrap_or_default();
                 let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
                 if field("State:").is_some_and(|state| state.starts_with('D')) {
+                    // By the number that the workload knows it by.
+                    let id = field("NSpid:").and_then(|ids| ids.split_whitespace().last()).unwrap_or(id);
                     return Some(format!("process {id} ({})", field("Name:").unwrap_or_default()));
                 }
             }
