@@ -41,6 +41,9 @@ pub(crate) struct Spec {
     pub(crate) start_timeout_ms: u64,
     /// Milliseconds that the command may run.
     pub(crate) timeout_ms: Option<u64>,
+    /// Milliseconds between two snapshots that are taken unasked.
+    #[serde(default)]
+    pub(crate) snapshot_every_ms: Option<u64>,
     /// What is copied in before the command starts.
     pub(crate) inputs: Vec<Input>,
     /// What is copied out when the run ends.
@@ -323,6 +326,7 @@ pub(crate) mod test {
             },
             start_timeout_ms: 60_000,
             timeout_ms: None,
+            snapshot_every_ms: None,
             inputs: vec![],
             artifacts: None,
         }

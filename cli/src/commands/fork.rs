@@ -226,7 +226,7 @@ pub(super) fn spec_from(home: &Home, snapshot: &Snapshot, name: Option<String>) 
     spec.created = clock::now();
     spec.from = Some(snapshot.id().to_owned());
     spec.another_command = false;
-    (spec.ports, spec.inputs, spec.artifacts) = (Vec::new(), Vec::new(), None);
+    (spec.ports, spec.inputs, spec.artifacts, spec.snapshot_every_ms) = (Vec::new(), Vec::new(), None, None);
     Ok(spec)
 }
 
@@ -246,7 +246,7 @@ pub(super) fn run_from(
         spec.network.policy = args.network.compile()?;
     }
     spec.start_timeout_ms = asked.start_timeout_ms;
-    spec.timeout_ms = asked.timeout_ms;
+    (spec.timeout_ms, spec.snapshot_every_ms) = (asked.timeout_ms, asked.snapshot_every_ms);
     let process = &mut spec.process;
     process.env = crate::environment::merge(&process.env, &args.process.environment()?);
     process.workdir = args.process.workdir.clone().or(process.workdir.take());

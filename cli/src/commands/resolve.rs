@@ -72,6 +72,7 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
         },
         start_timeout_ms: beside.start_timeout_ms,
         timeout_ms: beside.timeout_ms,
+        snapshot_every_ms: beside.snapshot_every_ms,
         inputs: beside.inputs,
         artifacts: beside.artifacts,
     })
@@ -81,6 +82,7 @@ pub(super) fn make_spec(args: &Run, home: &Home, image: &str, command: &[String]
 pub(super) struct Beside {
     pub(super) start_timeout_ms: u64,
     pub(super) timeout_ms: Option<u64>,
+    pub(super) snapshot_every_ms: Option<u64>,
     pub(super) inputs: Vec<Input>,
     pub(super) artifacts: Option<Artifacts>,
 }
@@ -90,6 +92,7 @@ pub(super) fn beside(args: &Run, workdir: Option<&str>) -> Result<Beside, String
     Ok(Beside {
         start_timeout_ms: millis(args.start_timeout),
         timeout_ms: args.timeout.map(millis),
+        snapshot_every_ms: args.snapshot_every.map(millis),
         inputs: args.inputs.iter().map(|input| resolve_input(input)).collect::<Result<_, _>>()?,
         artifacts: resolve_artifacts(args, workdir)?,
     })

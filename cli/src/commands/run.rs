@@ -48,6 +48,9 @@ pub(crate) struct Run {
     /// Give up when the guest has not booted after so long
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     pub(crate) start_timeout: Duration,
+    /// Take a snapshot each time that the command has run for so long, at least 10s
+    #[arg(long, value_name = "TIME", value_parser = snapshot_every)]
+    pub(crate) snapshot_every: Option<Duration>,
     /// A name for the run, which is then kept when it ends
     #[arg(long, value_parser = run_name)]
     pub(crate) name: Option<String>,
@@ -198,6 +201,15 @@ fn port(text: &str) -> Result<Port, String> {
         Some(Port { address: address.parse().ok()?, host: number(host)?, guest: number(guest)? })
     };
     parse().ok_or_else(|| "expected [ADDRESS:]PORT:GUESTPORT, such as 8080:80 or 0.0.0.0:8080:80".to_owned())
+}
+
+/// Each costs the guest a moment, and one layer of its disk.
+fn snapshot_every(text: &str) -> Result<Duration, String> {
+    let time = parse_duration(text).map_err(|error| error.to_string())?;
+    if time < Duration::from_secs(10) {
+        return Err("less than 10s: each snapshot stops the guest for a moment".to_owned());
+    }
+    Ok(time)
 }
 
 fn label(text: &str) -> Result<(String, String), String> {

@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
@@ -66,6 +66,7 @@ pub(super) struct Epochs {
     answers: Mutex<Option<SyncSender<Event>>>,
     /// Held while the stand is being changed.
     turn: Mutex<()>,
+    ended: AtomicBool,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -82,6 +83,7 @@ impl Epochs {
             stand: Mutex::new(Stand::Starting),
             answers: Mutex::default(),
             turn: Mutex::default(),
+            ended: AtomicBool::new(false),
         }
     }
 
@@ -124,6 +126,11 @@ impl Epochs {
         self.frozen().is_some()
     }
 
+    /// Whether the machine is known to have ended.
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
     fn frozen(&self) -> Option<Arc<Frozen>> {
         match &*locked(&self.stand) {
             Stand::Paused(frozen) => Some(Arc::clone(frozen)),
@@ -141,6 +148,7 @@ impl Epochs {
 
     /// The machine has ended: nobody answers any more.
     pub(super) fn ended(&self) {
+        self.ended.store(true, Ordering::Release);
         *locked(&self.answers) = None;
     }
 

@@ -444,6 +444,13 @@ impl<'a> Supervision<'a> {
                 Happening::Started(exec) => {
                     started = true;
                     self.shared.set_main_exec(Arc::clone(&exec));
+                    if let Some(time) = self.spec.snapshot_every_ms.map(Duration::from_millis) {
+                        let shared = Arc::clone(&self.shared);
+                        let saver = Builder::new().name("saver".into()).spawn(move || shared.save_every(time));
+                        if let Err(error) = saver {
+                            return Ending::ours(id, format!("thread: {error}"));
+                        }
+                    }
                     self.exec = Some(exec);
                     self.started = Some(clock::now());
                     self.events.add("run.started", json!({}));

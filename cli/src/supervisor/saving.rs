@@ -64,6 +64,23 @@ impl Shared {
         Ok(id)
     }
 
+    /// Saves the machine again and again, until it has ended. One that fails is in the event log; the next one is tried.
+    pub(super) fn save_every(&self, time: Duration) {
+        loop {
+            std::thread::sleep(time);
+            if self.epochs.has_ended() {
+                return;
+            }
+            // One that stands still has been saved as it is, or can be.
+            if !self.epochs.is_paused()
+                && let Err(why) = self.save(None, true)
+                && !self.epochs.has_ended()
+            {
+                self.events.add("snapshot.failed", json!({ "why": why }));
+            }
+        }
+    }
+
     /// Saves the machine, and ends the run's processes: it goes on from the snapshot.
     pub(super) fn save_and_end(&self, name: Option<&str>) -> Result<String, Failed> {
         let id = self.save(name, false)?;
