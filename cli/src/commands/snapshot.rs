@@ -72,13 +72,19 @@ pub(crate) fn snapshot(command: &SnapshotCommand) -> Result<u8, String> {
         }
         SnapshotCommand::List(args) => list(args),
         SnapshotCommand::Inspect(args) => inspect(args),
-        SnapshotCommand::Verify(args) => each(args, |snapshot| {
+        SnapshotCommand::Verify(args) => each(args, |given| {
+            let snapshot = open()?.find(given).map_err(|error| error.to_string())?;
             let mut progress = Progress::new("verifying", None, args.quiet);
-            snapshot.verify(Depth::Always, &mut |bytes| progress.add(bytes)).map_err(|error| error.to_string())
+            snapshot.verify(Depth::Always, &mut |bytes| progress.add(bytes)).map_err(|error| error.to_string())?;
+            Ok(snapshot.id().to_owned())
         }),
         SnapshotCommand::Rm(args) => {
             let snapshots = open()?;
-            each(args, |snapshot| snapshots.remove(snapshot.id()).map_err(|error| error.to_string()))
+            each(args, |given| {
+                let id = snapshots.id_of(given).map_err(|error| error.to_string())?;
+                snapshots.remove(&id).map_err(|error| error.to_string())?;
+                Ok(id)
+            })
         }
     }
 }
@@ -107,16 +113,11 @@ pub(super) fn ask_for_snapshot(run: &str, name: Option<String>) -> Result<String
     }
 }
 
-/// Does something with each; the first that fails does not keep it from the others.
-fn each(args: &Which, mut what: impl FnMut(&Snapshot) -> Result<(), String>) -> Result<u8, String> {
-    let snapshots = open()?;
+/// Does something with each, and prints its id; the first that fails does not keep it from the others.
+fn each(args: &Which, mut what: impl FnMut(&str) -> Result<String, String>) -> Result<u8, String> {
     let mut code = 0;
     for given in &args.snapshots {
-        let done = snapshots.find(given).map_err(|error| error.to_string()).and_then(|snapshot| {
-            what(&snapshot)?;
-            print(&format!("{}\n", snapshot.id()))
-        });
-        if let Err(error) = done {
+        if let Err(error) = what(given).and_then(|id| print(&format!("{id}\n"))) {
             say(&error);
             code = crate::FAILED;
         }
@@ -125,7 +126,10 @@ fn each(args: &Which, mut what: impl FnMut(&Snapshot) -> Result<(), String>) -> 
 }
 
 fn list(args: &List) -> Result<u8, String> {
-    let all = open()?.list().map_err(|error| error.to_string())?;
+    let snapshots = open()?;
+    let all = snapshots.list().map_err(|error| error.to_string())?;
+    // Of what cannot be read there is no row; that it is there is not kept silent.
+    snapshots.broken().map_err(|error| error.to_string())?.iter().for_each(|(_, error)| say(&error.to_string()));
     let text = match args.format {
         _ if args.quiet => all.iter().map(|snapshot| format!("{}\n", snapshot.id())).collect(),
         Format::Table => {

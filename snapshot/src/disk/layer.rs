@@ -150,6 +150,22 @@ pub(super) fn read_states<F: HostFile>(map: &F, chunk: u64) -> Result<[State; CH
     Ok(read_page(map, offset)?.unwrap_or([State::Absent; CHUNK]))
 }
 
+/// A chunk of blocks of which nothing is known yet: state, layer and number of each.
+pub(super) fn no_states() -> [(State, usize, u64); CHUNK] {
+    [(State::Absent, 0, 0); CHUNK]
+}
+
+/// Writes the states of a chunk into a new map, if there are any.
+pub(super) fn put_states<F: HostFile>(map: &F, chunk: u64, size: u64, states: &[State; CHUNK]) -> std::io::Result<()> {
+    let offset = page_offset(usize::try_from(chunk).unwrap_or(usize::MAX));
+    let blocks = (size / BLOCK).saturating_sub(chunk.saturating_mul(CHUNK_LEN)).min(CHUNK_LEN);
+    let bytes = states.map(|state| state as u8);
+    match bytes.get(..usize::try_from(blocks).unwrap_or(CHUNK)) {
+        Some(bytes) if bytes.iter().any(|state| *state != 0) => write_full(map, bytes, offset),
+        _ => Ok(()),
+    }
+}
+
 /// A page of the map; nothing beyond its end.
 fn read_page<F: HostFile>(map: &F, offset: u64) -> Result<Option<[State; CHUNK]>, LayerError> {
     let mut bytes = [0; CHUNK];

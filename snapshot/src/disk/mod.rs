@@ -42,6 +42,7 @@ mod flush;
 mod host;
 mod index;
 mod layer;
+mod merge;
 #[cfg(test)]
 #[allow(clippy::arithmetic_side_effects, clippy::cast_possible_truncation)]
 mod tests;
@@ -57,6 +58,7 @@ pub use error::{DiskError, LayerError};
 pub use flatten::flatten;
 pub use host::{Buffer, Bytes, HostFile};
 pub use layer::create_layer;
+pub use merge::merge;
 
 use flush::{Joined, Outcome};
 use host::is_full;

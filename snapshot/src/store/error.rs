@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Dependent;
+use crate::disk::DiskError;
 
 /// Why something cannot be done with a snapshot.
 #[derive(Debug, thiserror::Error)]
@@ -66,6 +67,14 @@ pub enum StoreError {
         id: String,
         /// Why not.
         why: String,
+    },
+    /// The layers of its disk.
+    #[error("snapshot {id}: its disk: {source}")]
+    Disk {
+        /// Which.
+        id: String,
+        /// What is wrong with them.
+        source: DiskError,
     },
     /// A file that says what a run's disk is made of, and is wrong.
     #[error("{path}: {why}", path = path.display())]

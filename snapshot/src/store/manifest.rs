@@ -10,6 +10,10 @@ pub(super) const VERSION: u32 = 1;
 pub(super) const MAX_BYTES: u64 = 64 << 10;
 /// Most layers below a snapshot's own.
 const MAX_LAYERS: usize = 62;
+/// Most bytes of a machine's memory: more than any host has.
+const MAX_MEMORY: u64 = 16 << 40;
+/// Most bytes of a file that is neither memory nor disk.
+const MAX_SMALL: u64 = 16 << 20;
 /// Most characters of a text in it.
 const MAX_TEXT: usize = 256;
 
@@ -32,6 +36,17 @@ pub(super) const CHUNKS: &str = "chunks";
 pub(super) const FULL: &[&str] = &[STATE, MEMORY, DISK[0], DISK[1], NETWORK, SPEC, STREAMS];
 /// Files that a snapshot of a disk has.
 pub(super) const DISK_ONLY: &[&str] = &[DISK[0], DISK[1], SPEC];
+
+/// Most bytes of a file.
+fn most(name: &str) -> u64 {
+    match name {
+        MEMORY => MAX_MEMORY,
+        name if name == DISK[0] => crate::disk::MAX_SIZE,
+        // A byte for each block, and a header.
+        name if name == DISK[1] => (crate::disk::MAX_SIZE / crate::disk::BLOCK).saturating_add(crate::disk::BLOCK),
+        _ => MAX_SMALL,
+    }
+}
 
 /// What was saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -94,6 +109,8 @@ pub struct Manifest {
     pub boot: String,
     /// Its files, each with its length, and its hash once it is sealed.
     pub files: Vec<FileRecord>,
+    /// The hash of all the rest, so that no damage to it goes unnoticed.
+    pub sum: String,
 }
 
 /// A file of a snapshot.
@@ -120,6 +137,18 @@ impl Manifest {
         self.files.iter().find(|file| file.name == name)
     }
 
+    /// With the hash that belongs to it.
+    pub(super) fn summed(mut self) -> Result<Self, serde_json::Error> {
+        self.sum = self.hash()?;
+        Ok(self)
+    }
+
+    /// The hash of all of it but that hash.
+    fn hash(&self) -> Result<String, serde_json::Error> {
+        let rest = Self { sum: String::new(), ..self.clone() };
+        Ok(blake3::hash(&serde_json::to_vec(&rest)?).to_hex().to_string())
+    }
+
     /// Reads one, as hostile input, that should be of this id.
     pub(super) fn parse(text: &[u8], id: &str) -> Result<Self, String> {
         let manifest: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
@@ -130,6 +159,10 @@ impl Manifest {
     fn check(&self, id: &str) -> Result<(), String> {
         if self.version != VERSION {
             return Err(format!("it is of version {}, and this program knows version {VERSION}", self.version));
+        }
+        let sum = self.hash().map_err(|error| error.to_string())?;
+        if self.sum != sum {
+            return Err(format!("its hash is {sum}, and it says {:?}", self.sum));
         }
         if self.id != id {
             return Err(format!("it is that of snapshot {:?}", self.id));
@@ -155,6 +188,9 @@ impl Manifest {
         let is_hash = |text: &String| blake3::Hash::from_hex(text.as_bytes()).is_ok();
         if !self.files.iter().filter_map(|file| file.hash.as_ref()).all(is_hash) {
             return Err("a hash in it is none".to_owned());
+        }
+        if let Some(file) = self.files.iter().find(|file| file.length > most(&file.name)) {
+            return Err(format!("{}: {} bytes, over {}", file.name, file.length, most(&file.name)));
         }
         let length = |name| self.file(name).map_or(0, |file| file.length);
         if self.kind == Kind::Full && length(MEMORY) != self.memory_bytes {

@@ -15,6 +15,7 @@
 
 mod chain;
 mod error;
+mod flatten;
 mod hash;
 mod manifest;
 mod pending;
@@ -101,22 +102,43 @@ impl Snapshots {
         Ok(all)
     }
 
+    /// Those that are damaged so that nothing is known of them, and how.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn broken(&self) -> Result<Vec<(String, StoreError)>, StoreError> {
+        // One that was removed meanwhile is not damaged.
+        let broken = |id: String| match self.load(&id) {
+            Err(StoreError::Unknown(_)) | Ok(_) => None,
+            Err(error) => Some((id, error)),
+        };
+        Ok(self.ids()?.into_iter().filter_map(broken).collect())
+    }
+
     /// The snapshot with this id, name or unique beginning of an id.
     ///
     /// # Errors
     /// There is none, there are several, or it is damaged.
     pub fn find(&self, given: &str) -> Result<Snapshot, StoreError> {
+        self.load(&self.id_of(given)?)
+    }
+
+    /// The id of the snapshot with this id, name or unique beginning of an id, even if it is damaged.
+    ///
+    /// # Errors
+    /// There is none, or there are several.
+    pub fn id_of(&self, given: &str) -> Result<String, StoreError> {
         let ids = self.ids()?;
         if ids.iter().any(|id| id == given) {
-            return self.load(given);
+            return Ok(given.to_owned());
         }
         if let Some(named) = self.list()?.into_iter().find(|one| one.manifest().name.as_deref() == Some(given)) {
-            return Ok(named);
+            return Ok(named.id().to_owned());
         }
         let found: Vec<&String> = ids.iter().filter(|id| !given.is_empty() && id.starts_with(given)).collect();
         match found.as_slice() {
             [] => Err(StoreError::Unknown(given.to_owned())),
-            [id] => self.load(id),
+            [id] => Ok((*id).clone()),
             many => Err(StoreError::Ambiguous {
                 given: given.to_owned(),
                 ids: many.iter().map(|id| (*id).clone()).collect(),
@@ -140,8 +162,14 @@ impl Snapshots {
     /// Something that may stand on it cannot be read: then nobody knows.
     pub fn dependents(&self, id: &str) -> Result<Vec<Dependent>, StoreError> {
         let mut all = Vec::new();
-        for other in self.ids()? {
-            if self.load(&other)?.manifest().layers.iter().any(|layer| layer == id) {
+        // What is damaged itself may go even if others are: else nothing of them could.
+        let broken = matches!(self.load(id), Err(StoreError::Damaged { .. }));
+        for other in self.ids()?.into_iter().filter(|other| other != id) {
+            let loaded = match self.load(&other) {
+                Err(StoreError::Damaged { .. }) if broken => continue,
+                other => other?,
+            };
+            if loaded.manifest().layers.iter().any(|layer| layer == id) {
                 all.push(Dependent::Snapshot(other));
             }
         }

@@ -103,10 +103,12 @@ impl Pending {
     /// # Errors
     /// The medium's.
     pub fn link_disk(&self, data: &Path, map: &Path) -> Result<(), StoreError> {
-        for (from, name) in [data, map].into_iter().zip(DISK) {
-            std::fs::hard_link(from, self.path.join(name)).map_err(at(from))?;
-        }
-        Ok(())
+        [data, map].into_iter().zip(DISK).try_for_each(|(from, name)| self.link(from, name))
+    }
+
+    /// Takes a file in that nobody writes to any more.
+    pub(super) fn link(&self, from: &Path, name: &str) -> Result<(), StoreError> {
+        std::fs::hard_link(from, self.path.join(name)).map_err(at(from))
     }
 
     /// Makes a snapshot of it: from then on it is there, whatever happens.
@@ -137,8 +139,10 @@ impl Pending {
             vcpus: meta.vcpus,
             boot: boot_id()?,
             files,
+            sum: String::new(),
         };
         let path = self.path.join(Snapshot::MANIFEST);
+        let manifest = manifest.summed().map_err(|error| at(&path)(error.into()))?;
         let text = serde_json::to_vec_pretty(&manifest).map_err(|error| at(&path)(error.into()))?;
         Manifest::parse(&text, &self.id).map_err(|why| StoreError::Damaged {
             id: self.id.clone(),

@@ -1,6 +1,7 @@
 //! A snapshot that is there: its files, its seal, and whether they still are what was saved.
 
 use std::fs::{File, Metadata};
+use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +16,8 @@ use super::{Snapshots, boot_id, write_whole};
 const STAMP: &str = "verified.json";
 /// Most bytes of that.
 const MAX_STAMP: u64 = 16 << 10;
+/// Most bytes that are read of the chunks' hashes: those of 3 TiB that are no zeros.
+const MAX_CHUNKS: u64 = 32 << 20;
 /// Bytes of a chunk's record: which file, which chunk, its hash.
 const CHUNK_RECORD: usize = 1 + 8 + 32;
 
@@ -93,11 +96,19 @@ impl Snapshot {
         if !path.is_dir() {
             return Err(StoreError::Unknown(id.to_owned()));
         }
-        let length = std::fs::metadata(&manifest).map_err(at(&manifest))?.len();
+        let length = match std::fs::symlink_metadata(&manifest) {
+            Ok(found) if found.is_file() => found.len(),
+            Ok(_) => return Err(damaged("it is no plain file".to_owned())),
+            // It may have been removed since.
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound && path.is_dir() => {
+                return Err(damaged("it is not there".to_owned()));
+            }
+            Err(error) => return Err(at(&manifest)(error)),
+        };
         if length > MAX_BYTES {
             return Err(damaged(format!("{length} bytes, over {MAX_BYTES}")));
         }
-        let text = std::fs::read(&manifest).map_err(at(&manifest))?;
+        let text = std::fs::read(&manifest).map_err(|error| damaged(error.to_string()))?;
         let manifest = Manifest::parse(&text, id).map_err(damaged)?;
         let this_boot = manifest.boot == boot_id()?;
         Ok(Self { snapshots: snapshots.clone(), path, manifest, this_boot })
@@ -182,6 +193,7 @@ impl Snapshot {
             put_chunks(&mut records, number, &found);
         }
         write_whole(&self.path(CHUNKS), &records)?;
+        let sealed = sealed.summed().map_err(|error| at(&self.path)(error.into()))?;
         let text = serde_json::to_vec_pretty(&sealed).map_err(|error| at(&self.path)(error.into()))?;
         write_whole(&self.path(Self::MANIFEST), &text)?;
         Self { manifest: sealed, ..self.clone() }.note(stamps);
@@ -220,6 +232,12 @@ impl Snapshot {
 
     fn verify_files(&self, names: &[&str], depth: Depth, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
         match self.status() {
+            // Its files are noted as hashed only after they were: this manifest is from before.
+            Status::NeverSealed | Status::Sealing if self.path(STAMP).exists() => {
+                return Err(
+                    self.damaged(Self::MANIFEST, "it is the one from before the snapshot was sealed".to_owned())
+                );
+            }
             Status::NeverSealed => return Err(StoreError::NeverSealed { id: self.id().to_owned() }),
             Status::Sealing if depth == Depth::IfNeeded => return self.stamps().map(drop),
             Status::Sealing => return self.seal(progress),
@@ -267,7 +285,9 @@ impl Snapshot {
 
     /// Where a file differs from what was saved.
     fn first_difference(&self, file: u8, found: &[ChunkHash]) -> String {
-        let saved = std::fs::read(self.path(CHUNKS)).unwrap_or_default();
+        // It only helps to say where; what it says was hashed by nobody.
+        let mut saved = Vec::new();
+        let _ = File::open(self.path(CHUNKS)).and_then(|file| file.take(MAX_CHUNKS).read_to_end(&mut saved));
         let saved = chunks_of(&saved, file);
         let differs = saved.iter().find(|chunk| !found.contains(chunk)).or(found.iter().find(|c| !saved.contains(c)));
         match differs {

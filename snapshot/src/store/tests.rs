@@ -192,17 +192,110 @@ fn a_manifest_is_not_believed() {
         ("too much", format!("{good}{}", " ".repeat(70_000))),
         ("nothing", String::new()),
     ] {
-        std::fs::write(&path, bad).unwrap();
-        let error = snapshots.find(made.id()).unwrap_err().to_string();
-        assert!(error.contains(made.id()) && error.contains("manifest.json"), "{what}: {error}");
+        // As it would be by accident, and with a hash that belongs to it.
+        let summed = serde_json::from_str::<Manifest>(&bad)
+            .ok()
+            .filter(|_| what != "too much")
+            .map(|manifest| manifest.summed().unwrap());
+        let summed = summed.map(|manifest| serde_json::to_string(&manifest).unwrap());
+        for bad in [Some(bad), summed].into_iter().flatten() {
+            std::fs::write(&path, bad).unwrap();
+            let error = snapshots.find(made.id()).unwrap_err().to_string();
+            assert!(error.contains(made.id()) && error.contains("manifest.json"), "{what}: {error}");
+        }
     }
-    // Of an earlier life of the host, and never sealed.
-    let unsealed = made.manifest().boot.clone();
-    let mut old = made.manifest().clone();
-    old.boot = "another".into();
-    std::fs::write(&path, serde_json::to_vec(&old).unwrap()).unwrap();
+    // From before it was sealed, in this life of the host and in an earlier one.
+    let now = made.manifest().clone();
+    let earlier = Manifest { boot: "another".into(), ..now.clone() };
+    for (manifest, status) in [(now, Status::Sealing), (earlier, Status::NeverSealed)] {
+        std::fs::write(&path, serde_json::to_vec(&manifest.summed().unwrap()).unwrap()).unwrap();
+        let found = snapshots.find(made.id()).unwrap();
+        assert_eq!(found.status(), status);
+        let error = found.verify(Depth::IfNeeded, &mut never).unwrap_err().to_string();
+        assert!(error.contains("from before the snapshot was sealed"), "{error}");
+    }
+    std::fs::remove_file(made.path("verified.json")).unwrap();
     let found = snapshots.find(made.id()).unwrap();
-    assert_eq!(found.status(), Status::NeverSealed);
     assert!(matches!(found.verify(Depth::IfNeeded, &mut never), Err(StoreError::NeverSealed { .. })));
-    assert!(!unsealed.is_empty());
+}
+
+#[test]
+fn what_is_damaged_is_named_and_can_be_removed() {
+    let (_home, snapshots) = home();
+    let (one, two, good) =
+        (make(&snapshots, Some("one"), &[]), make(&snapshots, None, &[]), make(&snapshots, None, &[]));
+    std::fs::write(one.path(Snapshot::MANIFEST), "{").unwrap();
+    std::fs::remove_file(two.path(Snapshot::MANIFEST)).unwrap();
+    let mut broken: Vec<String> = snapshots.broken().unwrap().into_iter().map(|(id, _)| id).collect();
+    broken.sort();
+    let mut expected = [one.id().to_owned(), two.id().to_owned()];
+    expected.sort();
+    assert_eq!(broken, expected);
+    // Either may stand on it.
+    assert!(matches!(snapshots.remove(good.id()), Err(StoreError::Damaged { .. })));
+    for id in expected {
+        assert_eq!(snapshots.id_of(&id[..10]).unwrap(), id);
+        snapshots.remove(&id).unwrap();
+    }
+    snapshots.remove(good.id()).unwrap();
+}
+
+/// A layer of 64 blocks over those of others, with a stamp in each of some blocks.
+fn write_layer(pending: &Pending, blocks: &[(u64, u8)]) {
+    use crate::disk::{BLOCK, Bytes, Disk, LayerFiles, create_layer};
+    let (data, map) = (pending.create("disk.data").unwrap(), pending.create("disk.map").unwrap());
+    create_layer(&data, &map, 64 * BLOCK).unwrap();
+    let disk = Disk::open(vec![LayerFiles { data, map: Some(map) }], false).unwrap();
+    for (block, stamp) in blocks {
+        disk.write(block * BLOCK, &Bytes::new(vec![*stamp; 4096])).unwrap();
+    }
+    disk.flush().unwrap();
+}
+
+/// A snapshot whose disk is one.
+pub(super) fn make_whole(snapshots: &Snapshots, layers: &[&str], stamp: u8) -> Snapshot {
+    let pending = snapshots.begin(None).unwrap();
+    let memory = pending.create("memory").unwrap();
+    memory.set_len(SIZE).unwrap();
+    for at in [0, 5 << 20, SIZE - 4096] {
+        memory.write_all_at(&[stamp; 4096], at).unwrap();
+    }
+    // What lineages share.
+    memory.write_all_at(&[99; 128 << 10], 1 << 20).unwrap();
+    write_layer(&pending, &[(u64::from(stamp), stamp), (60, stamp)]);
+    for file in ["state", "net.json", "spec.json", "streams.json"] {
+        pending.write(file, format!("{file} {stamp}").as_bytes()).unwrap();
+    }
+    let made = pending.publish(meta(layers)).unwrap();
+    made.seal(&mut never).unwrap();
+    snapshots.find(made.id()).unwrap()
+}
+
+fn disk_of(snapshot: &Snapshot) -> Vec<u8> {
+    use crate::disk::{Bytes, Disk, LayerFiles};
+    let mut all = snapshot.below().unwrap();
+    all.push(snapshot.clone());
+    let open = |one: &Snapshot, name| File::open(one.path(name)).unwrap();
+    let layers =
+        all.iter().map(|one| LayerFiles { data: open(one, "disk.data"), map: Some(open(one, "disk.map")) }).collect();
+    let disk = Disk::open(layers, true).unwrap();
+    let buffer = Bytes::new(vec![0xa5; usize::try_from(disk.size()).unwrap()]);
+    disk.read(0, &buffer).unwrap();
+    buffer.into_inner()
+}
+
+#[test]
+fn a_flat_snapshot_stands_on_nothing_and_is_the_same() {
+    let (_home, snapshots) = home();
+    let one = make_whole(&snapshots, &[], 1);
+    let two = make_whole(&snapshots, &[one.id()], 2);
+    let three = make_whole(&snapshots, &[one.id(), two.id()], 3);
+    let flat = snapshots.flatten(&three, "2026-12-02T00:00:00.000Z".into(), &mut never).unwrap();
+    assert_eq!((flat.status(), flat.manifest().layers.len()), (Status::Sealed, 0));
+    assert!(disk_of(&flat) == disk_of(&three));
+    for id in [three.id(), two.id(), one.id()] {
+        snapshots.remove(id).unwrap();
+    }
+    flat.verify(Depth::Always, &mut never).unwrap();
+    assert_eq!(std::fs::read(flat.path("state")).unwrap(), b"state 3");
 }

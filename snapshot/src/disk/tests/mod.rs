@@ -3,6 +3,7 @@
 mod crash;
 mod files;
 mod flatten;
+mod merge;
 mod model;
 mod requests;
 mod sim;
