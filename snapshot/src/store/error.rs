@@ -4,6 +4,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::Dependent;
+use super::archive::ArchiveError;
 use crate::disk::DiskError;
 
 /// Why something cannot be done with a snapshot.
@@ -76,6 +77,17 @@ pub enum StoreError {
         /// What is wrong with them.
         source: DiskError,
     },
+    /// Another snapshot has the id of one that is to be imported.
+    #[error(
+        "snapshot {id}: there is one of this id here, and it is not the archive's; remove it to import that (bulkhead snapshot rm {id})"
+    )]
+    Exists {
+        /// Which.
+        id: String,
+    },
+    /// A file that holds snapshots, or is to.
+    #[error("the archive: {0}")]
+    Archive(ArchiveError),
     /// A file that says what a run's disk is made of, and is wrong.
     #[error("{path}: {why}", path = path.display())]
     Chain {

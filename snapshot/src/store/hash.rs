@@ -67,7 +67,7 @@ pub(super) fn whole(length: u64, chunks: &[ChunkHash]) -> blake3::Hash {
 }
 
 /// Where data begins at or after `at`, if any does before `length`.
-fn next_data(file: &File, at: u64, length: u64) -> io::Result<Option<u64>> {
+pub(super) fn next_data(file: &File, at: u64, length: u64) -> io::Result<Option<u64>> {
     if at >= length {
         return Ok(None);
     }

@@ -10,6 +10,8 @@ pub(super) const VERSION: u32 = 1;
 pub(super) const MAX_BYTES: u64 = 64 << 10;
 /// Most layers below a snapshot's own.
 const MAX_LAYERS: usize = 62;
+/// Most snapshots that make a disk: those layers, and the snapshot itself.
+pub(super) const MAX_SNAPSHOTS: usize = MAX_LAYERS + 1;
 /// Most bytes of a machine's memory: more than any host has.
 const MAX_MEMORY: u64 = 16 << 40;
 /// Most bytes of a file that is neither memory nor disk.
@@ -149,10 +151,26 @@ impl Manifest {
         Ok(blake3::hash(&serde_json::to_vec(&rest)?).to_hex().to_string())
     }
 
+    /// Whether both are of the same saved state, whatever name each has here.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        let bare = |of: &Self| Self { name: None, sum: String::new(), ..of.clone() };
+        bare(self) == bare(other)
+    }
+
     /// Reads one, as hostile input, that should be of this id.
     pub(super) fn parse(text: &[u8], id: &str) -> Result<Self, String> {
         let manifest: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
         manifest.check(id)?;
+        Ok(manifest)
+    }
+
+    /// Reads one, as hostile input, of whatever id.
+    pub(super) fn parse_any(text: &[u8]) -> Result<Self, String> {
+        let manifest: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+        if !is_id(&manifest.id) {
+            return Err(format!("{:?} is no id", manifest.id));
+        }
+        manifest.check(&manifest.id)?;
         Ok(manifest)
     }
 

@@ -13,6 +13,7 @@
     deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)
 )]
 
+mod archive;
 mod chain;
 mod error;
 mod flatten;
@@ -20,6 +21,7 @@ mod hash;
 mod manifest;
 mod pending;
 mod saved;
+mod transfer;
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -28,13 +30,16 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 
+pub use archive::ArchiveError;
 pub use chain::{Chain, ChainLayer};
 pub use error::StoreError;
 pub use manifest::{FileRecord, Kind, Manifest};
 pub use pending::{Meta, Pending};
 pub use saved::{Depth, Snapshot, Status};
+pub use transfer::Imported;
 
 use error::at;
+use pending::fresh_id;
 
 /// Where they are in a state directory.
 const SNAPSHOTS: &str = "snapshots";
@@ -194,20 +199,31 @@ impl Snapshots {
     /// # Errors
     /// Something stands on it, which is named; it is not there, or cannot be removed.
     pub fn remove(&self, id: &str) -> Result<(), StoreError> {
-        let path = self.directory.join(id);
-        let gone = self.directory.join(format!("{GONE}{id}"));
-        {
+        let gone = {
             let _held = self.lock()?;
-            if !is_id(id) || !path.is_dir() {
+            if !is_id(id) || !self.directory.join(id).is_dir() {
                 return Err(StoreError::Unknown(id.to_owned()));
             }
             let dependents = self.dependents(id)?;
             if !dependents.is_empty() {
                 return Err(StoreError::InUse { id: id.to_owned(), dependents });
             }
-            std::fs::rename(&path, &gone).map_err(at(&path))?;
-        }
-        std::fs::remove_dir_all(&gone).map_err(at(&gone))
+            self.discard(id)?
+        };
+        clear(&gone)
+    }
+
+    /// Makes a snapshot none any more; gives where its files lie now. The lock is held.
+    fn discard(&self, id: &str) -> Result<PathBuf, StoreError> {
+        let path = self.directory.join(id);
+        self.set_aside(&path)
+    }
+
+    fn set_aside(&self, path: &Path) -> Result<PathBuf, StoreError> {
+        let gone = fresh_id().map_err(at(path))?;
+        let gone = self.directory.join(format!("{GONE}{gone}"));
+        std::fs::rename(path, &gone).map_err(at(path))?;
+        Ok(gone)
     }
 
     /// Removes what died in the middle. Leaves everything else.
@@ -215,12 +231,19 @@ impl Snapshots {
     /// # Errors
     /// The directory cannot be read. What cannot be removed is left to the next one.
     pub fn sweep(&self) -> Result<(), StoreError> {
+        let held = self.lock()?;
+        let mut gone = Vec::new();
         for name in names(&self.directory)? {
             let path = self.directory.join(&name);
-            if name.starts_with(GONE) || name.starts_with(TEMPORARY) && !is_locked(&path.join(LOCK)) {
-                let _ = std::fs::remove_dir_all(&path);
+            if name.starts_with(GONE) {
+                gone.push(path);
+            } else if name.starts_with(TEMPORARY) && !is_locked(&path.join(LOCK)) {
+                gone.extend(self.set_aside(&path).ok());
             }
         }
+        // Large files take their time; nobody waits for it.
+        drop(held);
+        gone.iter().for_each(|path| drop(clear(path)));
         Ok(())
     }
 
@@ -248,6 +271,14 @@ fn saved_as(run: &Path) -> Option<String> {
     let text = std::fs::read(run.join("state.json")).ok()?;
     let state: serde_json::Value = serde_json::from_slice(&text).ok()?;
     Some(state.get("saved")?.as_str()?.to_owned())
+}
+
+/// Removes what was set aside. Somebody else may do so at the same time.
+fn clear(gone: &Path) -> Result<(), StoreError> {
+    match std::fs::remove_dir_all(gone) {
+        Err(error) if gone.exists() => Err(at(gone)(error)),
+        _ => Ok(()),
+    }
 }
 
 fn names(directory: &Path) -> Result<Vec<String>, StoreError> {

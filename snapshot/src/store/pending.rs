@@ -44,6 +44,8 @@ pub struct Pending {
     path: PathBuf,
     /// Held while it is made, so that nobody takes it for a leftover.
     _lock: File,
+    /// What is to come of it, where that is known before.
+    manifest: Option<Manifest>,
     done: bool,
 }
 
@@ -56,13 +58,36 @@ impl Snapshots {
         self.sweep()?;
         self.check_name(name)?;
         let id = fresh_id().map_err(at(&self.directory))?;
-        let path = self.directory.join(format!("{TEMPORARY}{id}"));
+        self.begin_in(&id.clone(), id, name)
+    }
+
+    /// Begins a snapshot that has its id, and all else that is to be known of it, already.
+    pub(super) fn stage(&self, manifest: &Manifest) -> Result<Pending, StoreError> {
+        self.sweep()?;
+        let place = fresh_id().map_err(at(&self.directory))?;
+        let mut pending = self.begin_in(&place, manifest.id.clone(), manifest.name.as_deref())?;
+        pending.manifest = Some(manifest.clone());
+        Ok(pending)
+    }
+
+    fn begin_in(&self, place: &str, id: String, name: Option<&str>) -> Result<Pending, StoreError> {
+        let path = self.directory.join(format!("{TEMPORARY}{place}"));
+        // So that nobody sweeps it before its lock is held.
+        let _held = self.lock()?;
         std::fs::DirBuilder::new().mode_0700().create(&path).map_err(at(&path))?;
         let lock = path.join(LOCK);
         let lock = open_lock(&lock)
             .and_then(|file| flock(&file, FlockOperation::NonBlockingLockExclusive).map(|()| file).map_err(Into::into));
         let lock = lock.map_err(at(&path))?;
-        Ok(Pending { snapshots: self.clone(), id, name: name.map(str::to_owned), path, _lock: lock, done: false })
+        Ok(Pending {
+            snapshots: self.clone(),
+            id,
+            name: name.map(str::to_owned),
+            path,
+            _lock: lock,
+            manifest: None,
+            done: false,
+        })
     }
 
     fn check_name(&self, name: Option<&str>) -> Result<(), StoreError> {
@@ -96,6 +121,35 @@ impl Pending {
     /// The medium's.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
         self.create(name)?.write_all(bytes).map_err(at(&self.path.join(name)))
+    }
+
+    /// One of its files.
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Hashes the files of one that was staged: whether they are what its manifest says.
+    pub(super) fn check(&self, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
+        let Some(manifest) = self.manifest.clone() else { return Ok(()) };
+        Snapshot::staged(&self.snapshots, self.path.clone(), manifest).settle(progress)
+    }
+
+    /// Gives one that was staged and checked its place, and says what it is called there; the lock is held. A name that is
+    /// taken it goes without.
+    pub(super) fn place(mut self) -> Result<Option<String>, StoreError> {
+        let Some(mut manifest) = self.manifest.take() else { return Ok(None) };
+        let path = self.path.join(Snapshot::MANIFEST);
+        if self.snapshots.check_name(manifest.name.as_deref()).is_err() {
+            manifest.name = None;
+        }
+        let name = manifest.name.clone();
+        let text = manifest.summed().and_then(|manifest| serde_json::to_vec_pretty(&manifest));
+        write_whole(&path, &text.map_err(|error| at(&path)(error.into()))?)?;
+        let place = self.snapshots.directory.join(&self.id);
+        std::fs::rename(&self.path, &place).map_err(at(&place))?;
+        self.done = true;
+        let _ = std::fs::remove_file(place.join(LOCK));
+        Ok(name)
     }
 
     /// Takes a frozen layer in: the same files, under another name.
@@ -175,7 +229,7 @@ impl Drop for Pending {
     }
 }
 
-fn fresh_id() -> std::io::Result<String> {
+pub(super) fn fresh_id() -> std::io::Result<String> {
     let mut bytes = [0; 8];
     let n = getrandom(&mut bytes, GetRandomFlags::empty())?;
     if n != bytes.len() {

@@ -114,6 +114,18 @@ impl Snapshot {
         Ok(Self { snapshots: snapshots.clone(), path, manifest, this_boot })
     }
 
+    /// One whose files lie elsewhere still.
+    pub(super) fn staged(snapshots: &Snapshots, path: PathBuf, manifest: Manifest) -> Self {
+        Self { snapshots: snapshots.clone(), path, manifest, this_boot: false }
+    }
+
+    /// Checks the files of one that comes from elsewhere, and writes down what of them is not in the manifest.
+    pub(super) fn settle(&self, progress: &mut dyn FnMut(u64)) -> Result<(), StoreError> {
+        self.stamps()?;
+        let records = self.check(progress)?;
+        write_whole(&self.path(CHUNKS), &records)
+    }
+
     /// Its id.
     #[must_use]
     pub fn id(&self) -> &str {
@@ -254,11 +266,7 @@ impl Snapshot {
             if good.contains(&stamp) && depth == Depth::IfNeeded {
                 continue;
             }
-            let (hash, found) = self.hash(&file.name, file.length, progress)?;
-            if file.hash.as_deref() != Some(hash.to_hex().as_str()) {
-                let why = self.first_difference(number, &found);
-                return Err(self.damaged(&file.name, why));
-            }
+            self.check_file(number, file, progress)?;
             good.retain(|other| other.name != stamp.name);
             good.push(stamp);
         }
@@ -266,6 +274,29 @@ impl Snapshot {
             self.note(good);
         }
         Ok(())
+    }
+
+    /// Compares all files with their hashes; gives those of their chunks.
+    fn check(&self, progress: &mut dyn FnMut(u64)) -> Result<Vec<u8>, StoreError> {
+        let mut records = Vec::new();
+        for (number, file) in (0u8..).zip(&self.manifest.files) {
+            put_chunks(&mut records, number, &self.check_file(number, file, progress)?);
+        }
+        Ok(records)
+    }
+
+    fn check_file(
+        &self,
+        number: u8,
+        file: &FileRecord,
+        progress: &mut dyn FnMut(u64),
+    ) -> Result<Vec<ChunkHash>, StoreError> {
+        let (hash, found) = self.hash(&file.name, file.length, progress)?;
+        if file.hash.as_deref() != Some(hash.to_hex().as_str()) {
+            let why = self.first_difference(number, &found);
+            return Err(self.damaged(&file.name, why));
+        }
+        Ok(found)
     }
 
     fn hash(

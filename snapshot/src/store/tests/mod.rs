@@ -1,5 +1,7 @@
 //! Snapshots of made-up files.
 
+mod transfer;
+
 use std::os::unix::fs::FileExt;
 
 use super::*;
@@ -253,7 +255,7 @@ fn write_layer(pending: &Pending, blocks: &[(u64, u8)]) {
 }
 
 /// A snapshot whose disk is one.
-pub(super) fn make_whole(snapshots: &Snapshots, layers: &[&str], stamp: u8) -> Snapshot {
+fn make_whole(snapshots: &Snapshots, layers: &[&str], stamp: u8) -> Snapshot {
     let pending = snapshots.begin(None).unwrap();
     let memory = pending.create("memory").unwrap();
     memory.set_len(SIZE).unwrap();
@@ -298,4 +300,27 @@ fn a_flat_snapshot_stands_on_nothing_and_is_the_same() {
     }
     flat.verify(Depth::Always, &mut never).unwrap();
     assert_eq!(std::fs::read(flat.path("state")).unwrap(), b"state 3");
+}
+
+/// SplitMix64: the same seed, the same test.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        usize::try_from(self.next() % n as u64).unwrap()
+    }
+}
+
+/// The seed to begin with, and how many times to try: a slice, or all with `BULKHEAD_SOAK=1`.
+fn tries(slice: usize, all: usize) -> (Random, usize) {
+    let seed = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1);
+    let soak = std::env::var("BULKHEAD_SOAK").is_ok_and(|soak| soak == "1");
+    (Random(seed), if soak { all } else { slice })
 }
