@@ -1,6 +1,8 @@
 //! Snapshots of made-up files.
 
+mod sudden;
 mod transfer;
+mod trial;
 
 use std::os::unix::fs::FileExt;
 
@@ -242,16 +244,19 @@ fn what_is_damaged_is_named_and_can_be_removed() {
     snapshots.remove(good.id()).unwrap();
 }
 
-/// A layer of 64 blocks over those of others, with a stamp in each of some blocks.
-fn write_layer(pending: &Pending, blocks: &[(u64, u8)]) {
+/// A layer of 64 blocks, with a stamp in each of some of them.
+fn write_layer(pending: &Pending, blocks: &[(u64, u8)]) -> Result<(), StoreError> {
     use crate::disk::{BLOCK, Bytes, Disk, LayerFiles, create_layer};
-    let (data, map) = (pending.create("disk.data").unwrap(), pending.create("disk.map").unwrap());
-    create_layer(&data, &map, 64 * BLOCK).unwrap();
-    let disk = Disk::open(vec![LayerFiles { data, map: Some(map) }], false).unwrap();
+    let failed = |error: &dyn std::fmt::Display| at(Path::new("disk"))(io::Error::other(error.to_string()));
+    let (data, map) = (pending.create("disk.data")?, pending.create("disk.map")?);
+    create_layer(&data, &map, 64 * BLOCK).map_err(|error| failed(&error))?;
+    let disk = Disk::open(vec![LayerFiles { data, map: Some(map) }], false).map_err(|error| failed(&error))?;
     for (block, stamp) in blocks {
-        disk.write(block * BLOCK, &Bytes::new(vec![*stamp; 4096])).unwrap();
+        // A full host says so, and waits for room.
+        disk.write(block * BLOCK, &Bytes::new(vec![*stamp; 4096]))
+            .map_err(|_| failed(&"No space left for the layer"))?;
     }
-    disk.flush().unwrap();
+    disk.flush().map_err(|_| failed(&"No space left for the layer"))
 }
 
 /// A snapshot whose disk is one.
@@ -264,7 +269,7 @@ fn make_whole(snapshots: &Snapshots, layers: &[&str], stamp: u8) -> Snapshot {
     }
     // What lineages share.
     memory.write_all_at(&[99; 128 << 10], 1 << 20).unwrap();
-    write_layer(&pending, &[(u64::from(stamp), stamp), (60, stamp)]);
+    write_layer(&pending, &[(u64::from(stamp), stamp), (60, stamp)]).unwrap();
     for file in ["state", "net.json", "spec.json", "streams.json"] {
         pending.write(file, format!("{file} {stamp}").as_bytes()).unwrap();
     }
