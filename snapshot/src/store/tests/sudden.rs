@@ -42,7 +42,7 @@ fn report(home: &Path, what: &str, id: &str) {
 /// One thing that is done with snapshots; what came of it is reported when it was.
 fn step(home: &Path, snapshots: &Snapshots, random: &mut Random) -> Result<(), StoreError> {
     let all = snapshots.list()?;
-    let kind = if all.len() > 7 { 5 } else { random.below(6) };
+    let kind = if all.len() > 7 { 5 } else { random.below(8) };
     let picked = (!all.is_empty()).then(|| all[random.below(all.len())].clone());
     match (kind, picked) {
         (3, Some(one)) => {
@@ -52,7 +52,7 @@ fn step(home: &Path, snapshots: &Snapshots, random: &mut Random) -> Result<(), S
             let flat = snapshots.flatten(&one, "2026-12-02T00:00:00.000Z".into(), &mut never)?;
             report(home, "sealed", flat.id());
         }
-        (4, Some(one)) => {
+        (4 | 6 | 7, Some(one)) => {
             // Out and in again: what was removed comes back.
             for part in one.below()?.iter().chain([&one]) {
                 part.seal(&mut never)?;
