@@ -322,18 +322,19 @@ impl<'a> Supervision<'a> {
             entropy: entropy().map_err(|error| format!("getrandom: {error}"))?,
             hostname: spec.hostname().to_owned(),
         };
+        let events = Arc::clone(how.events);
+        let epochs = Epochs::new(&vmm, epoch);
+        let shared = Shared::new(run, spec.clone(), network.orders(), Arc::clone(&events), sender.clone(), epochs);
+        let shared = Arc::new(shared);
         let command = {
             let streams = saved.map(|saved| saved.streams);
             let command = Command { id: command_id(spec, epoch, streams.as_ref()), streams, hold: how.hold };
             let process = own_command(&spec.process, command.id.clone(), how.size);
-            let (dialler, client, sender) = (vmm.dialler(), Arc::clone(client), sender.clone());
-            let body = move || begin_and_run(dialler, &welcome, deadline, process, &client, &sender, &command);
+            let (dialler, client, shared) = (vmm.dialler(), Arc::clone(client), Arc::clone(&shared));
+            let body =
+                move || begin_and_run(dialler, &welcome, deadline, process, &client, (&shared, &sender), &command);
             Builder::new().name("command".into()).spawn(body).map_err(|error| format!("thread: {error}"))?
         };
-        let events = Arc::clone(how.events);
-        let epochs = Epochs::new(&vmm, epoch);
-        let shared = Shared::new(run, spec.clone(), network.orders(), Arc::clone(&events), sender, epochs);
-        let shared = Arc::new(shared);
         ports::serve(ports, &shared).map_err(|error| format!("thread: {error}"))?;
         let serving = Arc::clone(&shared);
         Builder::new()
@@ -434,7 +435,6 @@ impl<'a> Supervision<'a> {
                     self.events.add("run.booted", json!({ "kernel": printable(&agent.about().kernel) }));
                     // What the client does before the command takes its time.
                     deadline = if self.hold { None } else { deadline };
-                    self.shared.epochs.runs(agent.clone());
                     self.agent = Some(agent);
                     Ok(())
                 }
@@ -641,7 +641,7 @@ fn begin_and_run(
     deadline: Instant,
     process: guest::message::ExecSpec,
     client: &Connection,
-    sender: &SyncSender<Happening>,
+    (shared, sender): (&Shared, &SyncSender<Happening>),
     command: &Command,
 ) {
     // Nobody listens once the run has ended.
@@ -654,6 +654,8 @@ fn begin_and_run(
         Ok(agent) => agent,
         Err(error) => return tell(Happening::NotBooted(error)),
     };
+    // Before anyone hears of it: who does may ask for something at once.
+    shared.epochs.runs(agent.clone());
     tell(Happening::Booted(agent.clone()));
     // A client that goes away instead of giving its word ends the run where that is noticed.
     if command.hold && !client.hold() {

@@ -66,7 +66,13 @@ fn accept(listener: &TcpListener, port: u16, shared: &Arc<Shared>, open: &Arc<At
 /// Joins a connection with the program that listens in the guest, until both directions have ended.
 fn join(stream: &TcpStream, port: u16, shared: &Shared) -> Result<(), AgentError> {
     let (agent, id) = shared.agent_and_id("port")?;
-    let exec = agent.exec(ExecSpec { id, kind: ExecKind::Connect { port }, stdin: true, ..ExecSpec::default() })?;
+    let _open = shared.open(&id);
+    let exec = agent.exec(ExecSpec {
+        id: id.clone(),
+        kind: ExecKind::Connect { port },
+        stdin: true,
+        ..ExecSpec::default()
+    })?;
     std::thread::scope(|scope| {
         let inwards = scope.spawn(|| exec.copy_stdin(&mut &*stream));
         let outwards = exec.copy_stdout(&mut &*stream);

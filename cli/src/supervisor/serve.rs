@@ -102,12 +102,10 @@ impl Shared {
         self.main_exec.get()
     }
 
-    fn open(&self, exec: &str) {
+    /// Notes that a client has an exec, until what comes back is dropped.
+    pub(super) fn open<'a>(&'a self, exec: &'a str) -> impl Drop + 'a {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner).insert(exec.to_owned());
-    }
-
-    fn close(&self, exec: &str) {
-        self.opened.lock().unwrap_or_else(PoisonError::into_inner).remove(exec);
+        Opened(self, exec)
     }
 
     /// Execs of clients that have not ended.
@@ -140,6 +138,15 @@ impl Shared {
         let mut clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         *clients = clients.saturating_sub(1);
         self.left.notify_all();
+    }
+}
+
+/// An exec that a client has.
+struct Opened<'a>(&'a Shared, &'a str);
+
+impl Drop for Opened<'_> {
+    fn drop(&mut self) {
+        self.0.opened.lock().unwrap_or_else(PoisonError::into_inner).remove(self.1);
     }
 }
 
@@ -227,14 +234,14 @@ fn run(connection: Connection, shared: &Shared, kind: &str, spec: impl FnOnce(St
     let spec = spec(shared.exec_id(kind));
     let command = command_of(&spec).to_owned();
     let exec = spec.id.clone();
-    shared.open(&exec);
+    let open = shared.open(&exec);
     shared.events.add("exec.started", json!({ "exec": exec, "command": command }));
     let record = agent.exec(spec).and_then(|exec| connection.relay(&Arc::new(exec), (0, 0)));
     let ended = match &record {
         Ok(record) => json!({ "exec": exec, "exit_code": record.status() }),
         Err(error) => json!({ "exec": exec, "error": printable(&error.to_string()) }),
     };
-    shared.close(&exec);
+    drop(open);
     shared.events.add("exec.ended", ended);
     match record {
         Ok(record) => connection.finish(Frame::Exit(exit_of(&record, &command))),
