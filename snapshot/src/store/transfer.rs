@@ -49,6 +49,7 @@ impl Snapshots {
                 "its files are not hashed yet; when snapshot list shows it as saved it can be exported".to_owned();
             return Err(StoreError::Unfit { id: early.id().to_owned(), why });
         }
+        // All of each: also of those below more is in the archive than their disks.
         all.iter().try_for_each(|one| one.verify(Depth::IfNeeded, progress))?;
         let manifests: Result<Vec<Vec<u8>>, _> = all.iter().map(|one| serde_json::to_vec(one.manifest())).collect();
         let manifests = manifests.map_err(|error| archive(io::Error::from(error)))?;

@@ -56,9 +56,18 @@ fn what_was_exported_is_imported_with_all_that_it_stands_on() {
     assert_only(&there, &all.each_ref().map(Snapshot::id));
     // Damage after an import is found where it is, as with those that were made here.
     write(&there.find(all[1].id()).unwrap(), "memory", b"x", 5 << 20);
-    there.find(all[2].id()).unwrap().verify(Depth::IfNeeded, &mut never).unwrap();
-    let error = there.find(all[1].id()).unwrap().verify(Depth::IfNeeded, &mut never).unwrap_err().to_string();
-    assert!(error.contains(all[1].id()) && error.contains("bytes from 4194304"), "{error}");
+    let [damaged, top] = [&all[1], &all[2]].map(|one| there.find(one.id()).unwrap());
+    let error = damaged.verify(Depth::IfNeeded, &mut never).unwrap_err().to_string();
+    assert!(error.contains(damaged.id()) && error.contains("bytes from 4194304"), "{error}");
+    // What stands on it is right, but cannot be exported with it; what is made flat can.
+    top.verify(Depth::IfNeeded, &mut never).unwrap();
+    let error = there.export(&top, Vec::new(), &mut never).unwrap_err().to_string();
+    assert!(error.contains(damaged.id()) && error.contains("memory"), "{error}");
+    let flat = there.flatten(&top, top.manifest().created.clone(), &mut never).unwrap();
+    let archive = exported(&there, &flat);
+    let (_home, third) = self::home();
+    third.import(archive.as_slice(), &mut never).unwrap();
+    assert!(disk_of(&third.find(flat.id()).unwrap()) == disk_of(&all[2]));
 }
 
 #[test]
