@@ -33,9 +33,22 @@ fn asked() -> Option<(PathBuf, Random)> {
     Some((home, Random(std::env::var(SEED).unwrap().parse().unwrap())))
 }
 
+/// Beside the state directory, where there is room.
+fn log_of(home: &Path) -> PathBuf {
+    home.with_file_name("log")
+}
+
+/// A place for a state directory and its log.
+fn place() -> (tempfile::TempDir, PathBuf) {
+    let place = tempfile::tempdir().unwrap();
+    let home = place.path().join("home");
+    std::fs::create_dir(&home).unwrap();
+    (place, home)
+}
+
 /// Reports what is done, in a way that survives what comes.
 fn report(home: &Path, what: &str, id: &str) {
-    let log = OpenOptions::new().append(true).create(true).open(home.join("log"));
+    let log = OpenOptions::new().append(true).create(true).open(log_of(home));
     log.unwrap().write_all(format!("{what} {id}\n").as_bytes()).unwrap();
 }
 
@@ -59,7 +72,7 @@ fn step(home: &Path, snapshots: &Snapshots, random: &mut Random) -> Result<(), S
             }
             let one = snapshots.find(one.id())?;
             let archive = home.join("archive");
-            snapshots.export(&one, File::create(&archive).unwrap(), &mut never)?;
+            snapshots.export(&one, File::create(&archive).map_err(at(&archive))?, &mut never)?;
             report(home, "removing", one.id());
             match snapshots.remove(one.id()) {
                 Ok(()) | Err(StoreError::InUse { .. }) => {}
@@ -100,7 +113,7 @@ fn step(home: &Path, snapshots: &Snapshots, random: &mut Random) -> Result<(), S
 /// Holds what was reported against what is there.
 fn check(home: &Path, snapshots: &Snapshots) {
     let (mut published, mut sealed) = (Vec::new(), Vec::new());
-    for line in std::fs::read(home.join("log")).unwrap_or_default().lines() {
+    for line in std::fs::read(log_of(home)).unwrap_or_default().lines() {
         let line = line.unwrap();
         let (what, id) = line.split_once(' ').unwrap();
         match what {
@@ -139,18 +152,19 @@ fn worker() {
 
 #[test]
 fn what_was_reported_outlives_sudden_death() {
-    let (home, snapshots) = home();
+    let (_place, home) = place();
+    let snapshots = Snapshots::open(&home).unwrap();
     let (mut random, tries) = tries(20, 200);
     for number in 0..tries {
-        let mut worker = again("worker", home.path(), random.next(), &[]).spawn().unwrap();
+        let mut worker = again("worker", &home, random.next(), &[]).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(30 + random.next() % 250));
         worker.kill().unwrap();
         let ended = worker.wait_with_output().unwrap();
         let signal = std::os::unix::process::ExitStatusExt::signal(&ended.status);
         assert_eq!(signal, Some(9), "try {number}: {}", String::from_utf8_lossy(&ended.stdout));
-        check(home.path(), &snapshots);
+        check(&home, &snapshots);
     }
-    let log = std::fs::read_to_string(home.path().join("log")).unwrap();
+    let log = std::fs::read_to_string(log_of(&home)).unwrap();
     println!("{} reports in {tries} lives", log.lines().count());
     assert!(log.lines().count() > tries);
 }
@@ -188,10 +202,10 @@ fn full() {
 
 #[test]
 fn a_full_disk_leaves_nothing_half_made() {
-    let home = tempfile::tempdir().unwrap();
+    let (_place, home) = place();
     let (mut random, _) = tries(0, 0);
     let around = ["unshare", "--mount", "--map-root-user", "--propagation", "private"];
-    let ended = again("full", home.path(), random.next(), &around).stderr(Stdio::piped()).output().unwrap();
+    let ended = again("full", &home, random.next(), &around).stderr(Stdio::piped()).output().unwrap();
     let said = [ended.stdout, ended.stderr].concat();
     let said = String::from_utf8_lossy(&said);
     assert!(ended.status.success(), "{said}");
