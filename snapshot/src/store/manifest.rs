@@ -140,7 +140,10 @@ impl Manifest {
     }
 
     /// With the hash that belongs to it.
-    pub(super) fn summed(mut self) -> Result<Self, serde_json::Error> {
+    ///
+    /// # Errors
+    /// It cannot be written as JSON.
+    pub fn summed(mut self) -> Result<Self, serde_json::Error> {
         self.sum = self.hash()?;
         Ok(self)
     }
@@ -165,7 +168,10 @@ impl Manifest {
     }
 
     /// Reads one, as hostile input, of whatever id.
-    pub(super) fn parse_any(text: &[u8]) -> Result<Self, String> {
+    ///
+    /// # Errors
+    /// What in it no snapshot has.
+    pub fn read(text: &[u8]) -> Result<Self, String> {
         let manifest: Self = serde_json::from_slice(text).map_err(|error| error.to_string())?;
         if !is_id(&manifest.id) {
             return Err(format!("{:?} is no id", manifest.id));

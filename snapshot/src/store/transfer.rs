@@ -161,7 +161,7 @@ impl Snapshots {
 fn read_manifests<R: Read>(reader: &Reader<R>, texts: &[Vec<u8>]) -> Result<Vec<Manifest>, ArchiveError> {
     let mut all: Vec<Manifest> = Vec::new();
     for text in texts {
-        let manifest = Manifest::parse_any(text).map_err(|why| reader.wrong(format!("a manifest: {why}")))?;
+        let manifest = Manifest::read(text).map_err(|why| reader.wrong(format!("a manifest: {why}")))?;
         if !manifest.is_sealed() {
             return Err(reader.wrong(format!("snapshot {} has no hashes", manifest.id)));
         }
