@@ -66,7 +66,7 @@ const REAP_PATIENCE: Duration = Duration::from_secs(1);
 const POWER_OFF_GRACE: Duration = Duration::from_secs(2);
 /// How long a machine's process may still be there when its network filter, which ends when the machine has, is known to have
 /// ended.
-const AFTER_MACHINE: Duration = Duration::from_millis(100);
+const AFTER_MACHINE: Duration = Duration::from_secs(1);
 /// How long an orderly power-off may take, writing back everything included.
 const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the client of a run that was saved may take to take the last output.
