@@ -128,8 +128,6 @@ fn each(args: &Which, mut what: impl FnMut(&str) -> Result<String, String>) -> R
 fn list(args: &List) -> Result<u8, String> {
     let snapshots = open()?;
     let all = snapshots.list().map_err(|error| error.to_string())?;
-    // Of what cannot be read there is no row; that it is there is not kept silent.
-    snapshots.broken().map_err(|error| error.to_string())?.iter().for_each(|(_, error)| say(&error.to_string()));
     let text = match args.format {
         _ if args.quiet => all.iter().map(|snapshot| format!("{}\n", snapshot.id())).collect(),
         Format::Table => {
@@ -143,7 +141,10 @@ fn list(args: &List) -> Result<u8, String> {
         }
     };
     print(&text)?;
-    Ok(0)
+    // That there is more is not passed over.
+    let damaged = snapshots.broken().map_err(|error| error.to_string())?;
+    damaged.iter().for_each(|(_, error)| say(&error.to_string()));
+    Ok(if damaged.is_empty() { 0 } else { crate::FAILED })
 }
 
 fn state(snapshot: &Snapshot) -> &'static str {

@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::error::{StoreError, at};
-use super::{is_id, write_whole};
+use super::{is_id, read_small, write_whole};
 
 /// Most bytes of the file: 64 layers of either kind.
 const MAX_BYTES: u64 = 16 << 10;
@@ -41,12 +41,8 @@ impl Chain {
     /// # Errors
     /// It is not there, or not what it should be.
     pub fn read(path: &Path) -> Result<Self, StoreError> {
-        let length = std::fs::metadata(path).map_err(at(path))?.len();
         let wrong = |why: String| StoreError::Chain { path: path.to_owned(), why };
-        if length > MAX_BYTES {
-            return Err(wrong(format!("{length} bytes, over {MAX_BYTES}")));
-        }
-        let text = std::fs::read(path).map_err(at(path))?;
+        let text = read_small(path, MAX_BYTES).map_err(at(path))?;
         let chain: Self = serde_json::from_slice(&text).map_err(|error| wrong(error.to_string()))?;
         chain.check().map_err(wrong)?;
         Ok(chain)

@@ -24,11 +24,11 @@ mod saved;
 mod transfer;
 
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
 
 pub use archive::ArchiveError;
 pub use chain::{Chain, ChainLayer};
@@ -51,6 +51,8 @@ const TEMPORARY: &str = ".tmp-";
 const GONE: &str = ".gone-";
 /// The lock of the directory, and, in a directory that is being made, its maker's.
 const LOCK: &str = ".lock";
+/// Most bytes of a run's state.
+const MAX_STATE: u64 = 4 << 20;
 /// Digits of an id.
 const ID_DIGITS: usize = 16;
 
@@ -268,7 +270,7 @@ impl Snapshots {
 
 /// The snapshot that a run goes on from, as its state says.
 fn saved_as(run: &Path) -> Option<String> {
-    let text = std::fs::read(run.join("state.json")).ok()?;
+    let text = read_small(&run.join("state.json"), MAX_STATE).ok()?;
     let state: serde_json::Value = serde_json::from_slice(&text).ok()?;
     Some(state.get("saved")?.as_str()?.to_owned())
 }
@@ -314,6 +316,24 @@ fn is_locked(path: &Path) -> bool {
 
 fn sync_directory(path: &Path) -> Result<(), StoreError> {
     File::open(path).and_then(|directory| directory.sync_all()).map_err(at(path))
+}
+
+/// Reads a file of at most `most` bytes. What is no plain file is not waited for, and no link is followed.
+fn read_small(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = match open(path, flags, Mode::empty()) {
+        Err(rustix::io::Errno::LOOP) => return Err(io::Error::other("it is a symbolic link, which is not followed")),
+        other => File::from(other?),
+    };
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::other("it is no plain file"));
+    }
+    let mut bytes = Vec::new();
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    if u64::try_from(bytes.len()).unwrap_or(u64::MAX) > most {
+        return Err(io::Error::other(format!("it has more than {most} bytes")));
+    }
+    Ok(bytes)
 }
 
 /// What this life of the host is called.

@@ -1,7 +1,6 @@
 //! A snapshot that is there: its files, its seal, and whether they still are what was saved.
 
 use std::fs::{File, Metadata};
-use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::error::{StoreError, at};
 use super::hash::{CHUNK, ChunkHash, chunks, whole};
 use super::manifest::{CHUNKS, DISK, FileRecord, Kind, MAX_BYTES, MEMORY, Manifest, NETWORK, STATE};
-use super::{Snapshots, boot_id, write_whole};
+use super::{Snapshots, boot_id, read_small, write_whole};
 
 /// When its files were hashed last.
 const STAMP: &str = "verified.json";
@@ -96,19 +95,7 @@ impl Snapshot {
         if !path.is_dir() {
             return Err(StoreError::Unknown(id.to_owned()));
         }
-        let length = match std::fs::symlink_metadata(&manifest) {
-            Ok(found) if found.is_file() => found.len(),
-            Ok(_) => return Err(damaged("it is no plain file".to_owned())),
-            // It may have been removed since.
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound && path.is_dir() => {
-                return Err(damaged("it is not there".to_owned()));
-            }
-            Err(error) => return Err(at(&manifest)(error)),
-        };
-        if length > MAX_BYTES {
-            return Err(damaged(format!("{length} bytes, over {MAX_BYTES}")));
-        }
-        let text = std::fs::read(&manifest).map_err(|error| damaged(error.to_string()))?;
+        let text = read_small(&manifest, MAX_BYTES).map_err(|error| damaged(error.to_string()))?;
         let manifest = Manifest::parse(&text, id).map_err(damaged)?;
         let this_boot = manifest.boot == boot_id()?;
         Ok(Self { snapshots: snapshots.clone(), path, manifest, this_boot })
@@ -316,9 +303,7 @@ impl Snapshot {
 
     /// Where a file differs from what was saved.
     fn first_difference(&self, file: u8, found: &[ChunkHash]) -> String {
-        // It only helps to say where; what it says was hashed by nobody.
-        let mut saved = Vec::new();
-        let _ = File::open(self.path(CHUNKS)).and_then(|file| file.take(MAX_CHUNKS).read_to_end(&mut saved));
+        let saved = read_small(&self.path(CHUNKS), MAX_CHUNKS).unwrap_or_default();
         let saved = chunks_of(&saved, file);
         let differs = saved.iter().find(|chunk| !found.contains(chunk)).or(found.iter().find(|c| !saved.contains(c)));
         match differs {
@@ -366,9 +351,7 @@ impl Snapshot {
     /// The files that were hashed, as they were then.
     fn noted(&self) -> Vec<FileStamp> {
         let read = || {
-            let path = self.path(STAMP);
-            let length = std::fs::metadata(&path).ok()?.len();
-            let text = (length <= MAX_STAMP).then(|| std::fs::read(path).ok()).flatten()?;
+            let text = read_small(&self.path(STAMP), MAX_STAMP).ok()?;
             let stamp: Stamp = serde_json::from_slice(&text).ok()?;
             let of_this = self.stamped(Vec::new()).ok()?;
             (stamp.boot == of_this.boot && stamp.manifest == of_this.manifest).then_some(stamp.files)

@@ -329,3 +329,40 @@ fn tries(slice: usize, all: usize) -> (Random, usize) {
     let soak = std::env::var("BULKHEAD_SOAK").is_ok_and(|soak| soak == "1");
     (Random(seed), if soak { all } else { slice })
 }
+
+#[test]
+fn a_damaged_snapshot_is_named_and_can_be_removed() {
+    let (_home, snapshots) = home();
+    let base = make(&snapshots, Some("base"), &[]);
+    let above = make(&snapshots, Some("above"), &[base.id()]);
+    std::fs::write(above.path("manifest.json"), "{").unwrap();
+    let wrong: Vec<String> = snapshots.damaged().unwrap().iter().map(ToString::to_string).collect();
+    assert!(wrong.len() == 1 && wrong[0].contains(above.id()) && wrong[0].contains("manifest.json"), "{wrong:?}");
+    // Nobody knows what it stands on, so that nothing below it goes before it.
+    assert!(matches!(snapshots.remove(base.id()), Err(StoreError::Damaged { .. })));
+    assert!(matches!(snapshots.id_of("above"), Err(StoreError::Unknown(_))));
+    snapshots.remove(&snapshots.id_of(above.id()).unwrap()).unwrap();
+    snapshots.remove(&snapshots.id_of("base").unwrap()).unwrap();
+    assert_eq!(names(&snapshots.directory).unwrap(), Vec::<String>::new());
+}
+
+#[test]
+fn a_pipe_or_a_link_in_place_of_a_manifest_is_not_read() {
+    let (home, snapshots) = home();
+    let made = make(&snapshots, None, &[]);
+    let manifest = made.path("manifest.json");
+    let pipe = || rustix::fs::mknodat(rustix::fs::CWD, &manifest, rustix::fs::FileType::Fifo, Mode::RUSR, 0).unwrap();
+    let link = || std::os::unix::fs::symlink("/dev/zero", &manifest).unwrap();
+    let long = || std::fs::write(&manifest, vec![b' '; 1 << 20]).unwrap();
+    for (put, why) in
+        [(&pipe as &dyn Fn(), "no plain file"), (&link, "symbolic link"), (&long, "more than 65536 bytes")]
+    {
+        std::fs::remove_file(&manifest).unwrap();
+        put();
+        let told = snapshots.find(made.id()).unwrap_err().to_string();
+        assert!(told.contains(why), "{told}");
+    }
+    let chain = home.path().join("chain.json");
+    std::os::unix::fs::symlink("/dev/zero", &chain).unwrap();
+    assert!(Chain::read(&chain).unwrap_err().to_string().contains("symbolic link"));
+}
