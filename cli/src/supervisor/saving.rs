@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use guest::message::printable;
@@ -22,7 +22,8 @@ use crate::clock;
 /// What a machine was written to, before anyone may use it.
 struct Written {
     pending: Pending,
-    /// The chain before, and with the new live layer.
+    streams: Streams,
+    /// The chain with the new live layer.
     chain: Chain,
     /// The layer that is frozen now.
     frozen: String,
@@ -52,13 +53,15 @@ impl Shared {
             Ok(written) => (written, Ok(())),
         };
         let workload_stop = begun.elapsed();
-        let snapshot = self.publish(written)?;
+        // What was to end with its snapshot goes on without one, and is not left standing.
+        let or_go_on = |why| if goes_on || was_paused { why } else { self.go_on_after(why) };
+        let snapshot = self.publish(written).map_err(or_go_on)?;
         let id = snapshot.id().to_owned();
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let times =
             json!({ "snapshot": id, "guest_stop_us": micros(guest_stop), "workload_stop_us": micros(workload_stop) });
         self.events.add("snapshot.published", times);
-        snapshot.seal(&mut |_| ()).map_err(text)?;
+        snapshot.seal(&mut |_| ()).map_err(text).map_err(or_go_on)?;
         self.events.add("snapshot.saved", json!({ "snapshot": id }));
         went_on.map_err(|why| format!("saved as snapshot {id}, but {why}"))?;
         Ok(id)
@@ -116,9 +119,10 @@ impl Shared {
         let saved = longer
             .write(&self.run.chain())
             .map_err(|error| text(&error))
-            .and_then(|()| self.write_files(&pending, &layer));
+            .and_then(|()| self.write_files(&pending, &own(self.run.path(), &frozen), &layer));
         match saved {
-            Ok(()) => Ok(Written { pending, chain: longer, frozen }),
+            // After the machine: what its guest was told to have arrived is surely counted.
+            Ok(()) => Ok(Written { pending, streams: self.streams(), chain: longer, frozen }),
             Err(why) => {
                 // An empty layer more would not change the disk.
                 if chain.write(&self.run.chain()).is_ok() {
@@ -129,19 +133,13 @@ impl Shared {
         }
     }
 
-    fn write_files(&self, pending: &Pending, layer: &(File, File)) -> Result<(), Failed> {
+    /// The machine last: whatever fails before, its disk is not cut, and the new layer is of no use. After it nothing may fail,
+    /// for the disk goes on in that layer.
+    fn write_files(&self, pending: &Pending, frozen: &Path, layer: &(File, File)) -> Result<(), Failed> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
         let create = |name| pending.create(name).map_err(|error| text(&error));
         let (state, memory, network) = (create("state")?, create("memory")?, create("net.json")?);
         self.network.save(network.as_fd())?;
-        let pagemap = self.epochs.pagemap().map_err(|error| format!("its VMM's page map: {error}"))?;
-        let files: [BorrowedFd<'_>; 5] =
-            [state.as_fd(), memory.as_fd(), pagemap.as_fd(), layer.0.as_fd(), layer.1.as_fd()];
-        self.epochs.ask(&Request::Save, &files, None, |event| match event {
-            Event::Saved(_) => Some(Ok(())),
-            Event::SaveFailed { error } => Some(Err(printable(&error))),
-            _ => None,
-        })??;
         let mut spec = self.spec.clone();
         // The policy that is in force.
         if let Some(set) = self.run.policy().map_err(|error| text(&error))? {
@@ -149,8 +147,16 @@ impl Shared {
         }
         let spec = serde_json::to_vec_pretty(&spec).map_err(|error| text(&error))?;
         pending.write("spec.json", &spec).map_err(|error| text(&error))?;
-        let streams = serde_json::to_vec(&self.streams()).map_err(|error| text(&error))?;
-        pending.write(STREAMS, &streams).map_err(|error| text(&error))
+        // The layer that is about to be frozen: where it cannot be taken in, nothing is cut.
+        pending.link_disk(frozen, &frozen.with_extension("map")).map_err(|error| text(&error))?;
+        let pagemap = self.epochs.pagemap().map_err(|error| format!("its VMM's page map: {error}"))?;
+        let files: [BorrowedFd<'_>; 5] =
+            [state.as_fd(), memory.as_fd(), pagemap.as_fd(), layer.0.as_fd(), layer.1.as_fd()];
+        self.epochs.ask(&Request::Save, &files, None, |event| match event {
+            Event::Saved(_) => Some(Ok(())),
+            Event::SaveFailed { error } => Some(Err(printable(&error))),
+            _ => None,
+        })?
     }
 
     /// What the clients have of the execs' output.
@@ -164,9 +170,10 @@ impl Shared {
     /// Makes a snapshot of what was written, and has the run's disk stand on it.
     fn publish(&self, written: Written) -> Result<Snapshot, Failed> {
         let text = |error: snapshot::store::StoreError| error.to_string();
-        let Written { pending, chain, frozen } = written;
+        let Written { pending, streams, chain, frozen } = written;
         let data = own(self.run.path(), &frozen);
-        pending.link_disk(&data, &data.with_extension("map")).map_err(text)?;
+        let streams = serde_json::to_vec(&streams).map_err(|error| error.to_string())?;
+        pending.write(STREAMS, &streams).map_err(text)?;
         let below = chain.layers.iter().filter_map(|layer| match layer {
             ChainLayer::Snapshot(id) => Some(id.clone()),
             ChainLayer::Own(_) => None,
