@@ -26,6 +26,9 @@ pub(crate) struct Streams {
     pub(crate) stderr: u64,
     /// The others, whose clients are gone.
     pub(crate) others: Vec<String>,
+    /// In a run's directory: the snapshot that this is true of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) snapshot: Option<String>,
 }
 
 /// How a machine begins.
@@ -108,13 +111,55 @@ fn layers(
 /// What a snapshot of a machine holds; nothing if it is one of a disk alone.
 fn saved(run: &RunDirectory, snapshot: &Snapshot, copy: bool) -> Result<Option<Saved>, BeginError> {
     let Some((state, memory)) = snapshot.machine() else { return Ok(None) };
-    let own_streams = run.path().join(STREAMS);
-    // What its own client got after the machine had stopped, the run itself knows.
-    let streams = if !copy && own_streams.exists() { own_streams } else { snapshot.path(STREAMS) };
     Ok(Some(Saved {
         machine: SavedMachine { state, memory },
         network: snapshot.network(),
-        streams: read_json(&streams)?,
+        streams: streams(run, snapshot, copy)?,
         copy,
     }))
+}
+
+/// What clients have of the output of a machine that goes on from a snapshot.
+fn streams(run: &RunDirectory, snapshot: &Snapshot, copy: bool) -> Result<Streams, HomeError> {
+    // What its own client got after the machine had stopped, the run itself knows; unless it was written down when it was saved
+    // another time.
+    let own = read_json::<Streams>(&run.path().join(STREAMS));
+    match own {
+        Ok(own) if !copy && own.snapshot.as_deref() == Some(snapshot.id()) => Ok(own),
+        _ => read_json(&snapshot.path(STREAMS)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use snapshot::store::{Kind, Meta};
+
+    use super::*;
+
+    #[test]
+    fn what_was_noted_of_another_snapshot_does_not_count() {
+        let home = tempfile::tempdir().unwrap();
+        let snapshots = Snapshots::open(home.path()).unwrap();
+        let had = |stdout, snapshot| Streams { main: "main".into(), stdout, snapshot, ..Streams::default() };
+        let make = |stdout| {
+            let pending = snapshots.begin(None).unwrap();
+            for file in ["state", "disk.data", "disk.map", "net.json", "spec.json", "memory"] {
+                pending.write(file, b"x").unwrap();
+            }
+            pending.write(STREAMS, &serde_json::to_vec(&had(stdout, None)).unwrap()).unwrap();
+            let (created, origin, image) = ("2026-12-01T00:00:00.000Z".into(), "8fc20000".into(), "busybox".into());
+            let (kind, layers, epoch, vcpus) = (Kind::Full, Vec::new(), 1, 1);
+            let meta = Meta { created, kind, origin, epoch, image, layers, disk_bytes: 4096, memory_bytes: 1, vcpus };
+            pending.publish(meta).unwrap()
+        };
+        let (first, second) = (make(10), make(20));
+        let directory = home.path().join("runs/8fc20000");
+        std::fs::create_dir_all(&directory).unwrap();
+        let run = RunDirectory::at(directory);
+        let of = |snapshot, copy| streams(&run, snapshot, copy).unwrap().stdout;
+        assert_eq!((of(&first, false), of(&second, false)), (10, 20));
+        // Saved as the second one, its client got five bytes more afterwards. Back at the first one it has no more than there.
+        run.write_streams(&had(25, Some(second.id().to_owned()))).unwrap();
+        assert_eq!((of(&first, false), of(&second, false), of(&second, true)), (10, 25, 20));
+    }
 }

@@ -174,7 +174,7 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
             }
             supervision.end_machine(orderly);
             if ending.snapshot().is_some() {
-                supervision.note_streams();
+                supervision.note_streams(ending.snapshot());
             }
             notes.append(&mut supervision.notes);
             (command_started, epoch) = (supervision.started.take(), supervision.epoch);
@@ -609,13 +609,14 @@ impl<'a> Supervision<'a> {
     }
 
     /// Writes down what the client has of the command's output. The machine is gone, so that what was on its way arrives.
-    fn note_streams(&self) {
+    fn note_streams(&self, snapshot: Option<&str>) {
         let deadline = Instant::now().checked_add(STREAMS_PATIENCE);
         while !self.command.is_finished() && deadline.is_some_and(|deadline| Instant::now() < deadline) {
             std::thread::sleep(Duration::from_millis(2));
         }
         // Without it, what the snapshot knows counts: the client may then see again what it saw last.
-        let _ = self.run.write_streams(&self.shared.streams());
+        let streams = Streams { snapshot: snapshot.map(str::to_owned), ..self.shared.streams() };
+        let _ = self.run.write_streams(&streams);
     }
 
     fn await_stop(&mut self, patience: Duration) {

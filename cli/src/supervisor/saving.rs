@@ -164,7 +164,7 @@ impl Shared {
         let main = self.main_exec();
         let (stdout, stderr) = main.as_ref().map_or((0, 0), |exec| exec.passed());
         let main = main.map_or_else(String::new, |exec| exec.id().to_owned());
-        Streams { main, stdout, stderr, others: self.opened() }
+        Streams { main, stdout, stderr, others: self.opened(), snapshot: None }
     }
 
     /// Makes a snapshot of what was written, and has the run's disk stand on it.
