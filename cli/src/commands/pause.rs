@@ -82,6 +82,11 @@ pub(crate) fn resume(args: &Resume) -> Result<u8, String> {
     check_terminal_for(run.spec.process.tty).map_err(|error| failed(&error))?;
     check_host(&run.spec).map_err(|error| failed(&error))?;
     let lock = run.directory.take().map_err(|error| failed(&error))?;
+    // It was looked at before the lock was taken: what it was to go on from may have been used since.
+    let now = run.directory.state().map_err(|error| failed(&error))?;
+    if (now.epoch, &now.saved) != (run.state.epoch, &run.state.saved) {
+        return Err(failed(&"another command has let it go on meanwhile; see how it is (bulkhead inspect)"));
+    }
     let mut cold = args.cold;
     if let Some(Sound { snapshot, cold: disk_alone, instead: Some(why) }) = &sound {
         say(&format!("{why}; going on from {}", if *disk_alone { "its disk" } else { snapshot.id() }));
@@ -89,8 +94,17 @@ pub(crate) fn resume(args: &Resume) -> Result<u8, String> {
         run.directory.go_back_to(snapshot, run.spec.machine.disk).map_err(|error| failed(&error))?;
         cold = *disk_alone;
     }
-    let mut outcome = Outcome { name: run.spec.name.clone(), ..Outcome::default() };
-    if let Err(error) = take_part(&store, &run.directory, &run.spec, lock, cold, &mut outcome) {
+    let mut spec = run.spec.clone();
+    if !cold {
+        // They are in its memory or on its disk already, and may have been changed there.
+        spec.inputs.clear();
+    }
+    if let Some(artifacts) = spec.artifacts.as_mut().filter(|artifacts| artifacts.directory.is_dir()) {
+        // Made when the run began, and not empty.
+        artifacts.own = false;
+    }
+    let mut outcome = Outcome { name: spec.name.clone(), ..Outcome::default() };
+    if let Err(error) = take_part(&store, &run.directory, &spec, lock, cold, &mut outcome) {
         (outcome.exit_code, outcome.error) = (FAILED, Some(error));
     }
     outcome.tell(Format::Table, args.quiet)

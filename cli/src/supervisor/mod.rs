@@ -169,7 +169,8 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
         Err(error) => (Ending::not_started(&spec.id, error), None),
         Ok(mut supervision) => {
             let (mut ending, orderly) = supervision.until_the_end();
-            if let (Some(wanted), Some(to)) = (&spec.artifacts, artifacts) {
+            // One that was saved has not ended: they are copied when it has.
+            if let (Some(wanted), Some(to), None) = (&spec.artifacts, artifacts, ending.snapshot()) {
                 notes = supervision.collect(wanted, to, &mut ending, orderly);
             }
             supervision.end_machine(orderly);
