@@ -336,7 +336,7 @@ fn a_damaged_snapshot_is_named_and_can_be_removed() {
     let base = make(&snapshots, Some("base"), &[]);
     let above = make(&snapshots, Some("above"), &[base.id()]);
     std::fs::write(above.path("manifest.json"), "{").unwrap();
-    let wrong: Vec<String> = snapshots.damaged().unwrap().iter().map(ToString::to_string).collect();
+    let wrong: Vec<String> = snapshots.broken().unwrap().iter().map(|(_, error)| error.to_string()).collect();
     assert!(wrong.len() == 1 && wrong[0].contains(above.id()) && wrong[0].contains("manifest.json"), "{wrong:?}");
     // Nobody knows what it stands on, so that nothing below it goes before it.
     assert!(matches!(snapshots.remove(base.id()), Err(StoreError::Damaged { .. })));
@@ -365,4 +365,20 @@ fn a_pipe_or_a_link_in_place_of_a_manifest_is_not_read() {
     let chain = home.path().join("chain.json");
     std::os::unix::fs::symlink("/dev/zero", &chain).unwrap();
     assert!(Chain::read(&chain).unwrap_err().to_string().contains("symbolic link"));
+}
+
+#[test]
+fn those_that_begin_at_once_do_not_sweep_each_other_away() {
+    let (_home, snapshots) = home();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..100 {
+                    let pending = snapshots.begin(None).unwrap();
+                    pending.write("state", b"x").unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(names(&snapshots.directory).unwrap(), Vec::<String>::new());
 }
