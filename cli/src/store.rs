@@ -303,8 +303,16 @@ impl RunDirectory {
         Ok(self.write_state(&state, true)?)
     }
 
-    /// It is kept from now on, however it was made.
+    /// It is kept from now on, however it was made: what need not have outlived a crash of the host is on the medium then.
     pub(crate) fn keep(&self) -> Result<(), HomeError> {
+        for name in ["spec.json", POLICY] {
+            let path = self.0.join(name);
+            match File::open(&path).and_then(|file| file.sync_all()) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&path)(error)),
+                _ => {}
+            }
+        }
+        sync_directory(self.0.parent().unwrap_or(&self.0))?;
         let path = self.0.join(EPHEMERAL);
         match std::fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at(&path)(error)),
