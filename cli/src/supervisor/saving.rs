@@ -36,6 +36,8 @@ impl Shared {
     /// Saves the machine and gives the snapshot's id. It then goes on, if it did before and is to.
     pub(super) fn save(&self, name: Option<&str>, goes_on: bool) -> Result<String, Failed> {
         let _turn = self.epochs.turn()?;
+        // Nothing could go on from what has not begun.
+        self.main_exec().ok_or("its command has not started yet; try again in a moment")?;
         let text = |error: snapshot::store::StoreError| error.to_string();
         let snapshots = Snapshots::open(&self.run.home()).map_err(text)?;
         let was_paused = self.epochs.is_paused();
