@@ -328,8 +328,8 @@ impl<'a> Supervision<'a> {
         let shared = Shared::new(run, spec.clone(), network.orders(), Arc::clone(&events), sender.clone(), epochs);
         let shared = Arc::new(shared);
         let command = {
-            let streams = saved.map(|saved| saved.streams);
-            let command = Command { id: command_id(spec, epoch, streams.as_ref()), streams, hold: how.hold };
+            let id = command_id(spec, epoch, saved.as_ref());
+            let command = Command { id, streams: saved.map(|saved| saved.streams), hold: how.hold };
             let process = own_command(&spec.process, command.id.clone(), how.size);
             let (dialler, client, shared) = (vmm.dialler(), Arc::clone(client), Arc::clone(&shared));
             let body =

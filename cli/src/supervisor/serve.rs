@@ -14,7 +14,7 @@ use serde_json::json;
 use vmm_control::Stats;
 
 use super::Happening;
-use super::begin::Streams;
+use super::begin::Saved;
 use super::connection::Connection;
 use super::ending::exit_of;
 use super::epochs::Epochs;
@@ -271,10 +271,11 @@ fn set_policy(shared: &Shared, policy: &Policy) -> Result<String, String> {
 }
 
 /// What the run's own command is called in the guest: one that goes on keeps its name, and so do the machine's others.
-pub(super) fn command_id(spec: &Spec, epoch: u64, there: Option<&Streams>) -> String {
+pub(super) fn command_id(spec: &Spec, epoch: u64, there: Option<&Saved>) -> String {
     match there {
-        Some(streams) if !spec.another_command => streams.main.clone(),
-        Some(_) => format!("main-{epoch}"),
+        // In a copy there is none of its own yet. Saved and resumed, there is.
+        Some(saved) if spec.another_command && saved.copy => format!("main-{epoch}"),
+        Some(saved) => saved.streams.main.clone(),
         None => "main".to_owned(),
     }
 }
@@ -335,6 +336,7 @@ pub(super) fn command_of(spec: &ExecSpec) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::supervisor::begin::Streams;
 
     fn own() -> Process {
         Process {
@@ -364,6 +366,19 @@ mod tests {
         assert_eq!((spec.user.as_deref(), spec.cwd.as_deref()), (Some("root"), Some("/work")));
         assert_eq!(spec.terminal, Some(Terminal { rows: 50, cols: 132, term: "screen".into() }));
         assert!(spec.check().is_ok() && command_of(&spec) == "id");
+    }
+
+    #[test]
+    fn a_command_of_its_own_begins_once() {
+        let spec = |another_command| Spec { another_command, ..crate::spec::test::spec() };
+        let machine = crate::supervisor::machine::SavedMachine { state: "/s".into(), memory: vec![] };
+        let streams = Streams { main: "main-2".into(), ..Streams::default() };
+        let mut saved = Saved { machine, network: None, streams, copy: true };
+        assert_eq!(command_id(&spec(true), 3, Some(&saved)), "main-3");
+        assert_eq!(command_id(&spec(false), 3, Some(&saved)), "main-2");
+        saved.copy = false;
+        assert_eq!(command_id(&spec(true), 3, Some(&saved)), "main-2", "it runs there already");
+        assert_eq!(command_id(&spec(true), 3, None), "main");
     }
 
     #[test]
