@@ -84,9 +84,9 @@ pub(crate) struct Store {
     runs: PathBuf,
 }
 
-/// One run's directory.
+/// One run's directory, and the state directory that it belongs to.
 #[derive(Debug, Clone)]
-pub(crate) struct RunDirectory(PathBuf);
+pub(crate) struct RunDirectory(PathBuf, PathBuf);
 
 /// A run as it is now.
 #[derive(Debug)]
@@ -136,7 +136,7 @@ impl Store {
         let lock = open_lock(&lock).map_err(at(&lock))?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|error| at(&temporary)(error.into()))?;
-        let made = RunDirectory(temporary);
+        let made = RunDirectory::at(temporary);
         if spec.ephemeral {
             File::create(made.0.join(EPHEMERAL)).map_err(at(&made.0))?;
         }
@@ -153,7 +153,7 @@ impl Store {
         if durable {
             sync_directory(&self.runs)?;
         }
-        Ok((RunDirectory(path), lock))
+        Ok((RunDirectory::at(path), lock))
     }
 
     /// Removes what died in the middle: half-made and half-removed directories, and ephemeral runs whose
@@ -189,7 +189,7 @@ impl Store {
     pub(crate) fn readable(&self) -> Result<(Vec<Listed>, Option<HomeError>), HomeError> {
         let (mut runs, mut closed) = (Vec::new(), None);
         for name in self.names()?.into_iter().filter(|name| is_id(name)) {
-            match RunDirectory(self.runs.join(name)).read() {
+            match RunDirectory::at(self.runs.join(name)).read() {
                 Ok(run) => runs.push(run),
                 Err(HomeError::Io { path, error }) if error.kind() == io::ErrorKind::PermissionDenied => {
                     closed = closed.or(Some(unusable(&path)(error)));
@@ -217,7 +217,7 @@ impl Store {
     /// The directory of a run by its whole id, whatever is in it.
     pub(crate) fn directory(&self, id: &str) -> Option<RunDirectory> {
         let path = self.runs.join(id);
-        (is_id(id) && path.is_dir()).then_some(RunDirectory(path))
+        (is_id(id) && path.is_dir()).then(|| RunDirectory::at(path))
     }
 
     fn guard(&self) -> Result<File, HomeError> {
@@ -237,7 +237,13 @@ impl Store {
 impl RunDirectory {
     /// Takes a directory as a run's.
     pub(crate) fn at(path: PathBuf) -> Self {
-        Self(path)
+        let home = path.ancestors().nth(2).unwrap_or(Path::new("/")).to_owned();
+        Self(path, home)
+    }
+
+    /// The same without links on the way to either. Where the runs lie elsewhere, they still belong to this state directory.
+    pub(crate) fn resolved(&self) -> io::Result<Self> {
+        Ok(Self(self.0.canonicalize()?, self.1.canonicalize()?))
     }
 
     /// The directory.
@@ -245,9 +251,9 @@ impl RunDirectory {
         &self.0
     }
 
-    /// The state directory that it lies in.
-    pub(crate) fn home(&self) -> PathBuf {
-        self.0.ancestors().nth(2).unwrap_or(Path::new("/")).to_owned()
+    /// The state directory.
+    pub(crate) fn home(&self) -> &Path {
+        &self.1
     }
 
     /// Reads the spec.
@@ -619,6 +625,17 @@ mod tests {
         let client = run.dial().unwrap();
         let (_server, _) = listener.accept().unwrap();
         drop(client);
+    }
+
+    #[test]
+    fn runs_that_lie_elsewhere_belong_to_their_state_directory() {
+        let (home, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::os::unix::fs::symlink(elsewhere.path(), home.path().join("runs")).unwrap();
+        let store = Store::open(&Home::at(home.path().to_owned())).unwrap();
+        let (run, _lock) = store.create(&mut spec(None, false), &chain(), 0).unwrap();
+        let run = run.resolved().unwrap();
+        assert_eq!(run.home(), home.path().canonicalize().unwrap());
+        assert!(run.path().starts_with(elsewhere.path().canonicalize().unwrap()));
     }
 
     #[test]

@@ -72,7 +72,7 @@ impl Beginning {
     /// How this run's machine is to begin. With `cold` it boots, whatever was saved.
     pub(super) fn of(run: &RunDirectory, spec: &Spec, cold: bool) -> Result<Self, BeginError> {
         let state = run.state()?;
-        let snapshots = Snapshots::open(&run.home())?;
+        let snapshots = Snapshots::open(run.home())?;
         let chain = Chain::read(&run.chain())?;
         let first = state.state == Phase::Starting;
         let from = if first { spec.from.as_ref() } else { state.saved.as_ref() };

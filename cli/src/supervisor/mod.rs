@@ -141,8 +141,8 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
     };
     let artifacts = inherited.next();
     // Links in it are the user's, and lead to where the runs are. From here on there are none.
-    let directory = directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
-    let run = RunDirectory::at(directory);
+    let run = RunDirectory::at(directory.to_owned()).resolved();
+    let run = run.map_err(|error| format!("{}: {error}", directory.display()))?;
     let spec = run.spec().map_err(|error| error.to_string())?;
     let before = run.state().map_err(|error| error.to_string())?;
     let events = Events::open(run.path(), !spec.ephemeral).map_err(|error| format!("{EVENT_LOG}: {error}"))?;

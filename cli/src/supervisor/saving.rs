@@ -39,7 +39,7 @@ impl Shared {
         // Nothing could go on from what has not begun.
         self.main_exec().ok_or("its command has not started yet; try again in a moment")?;
         let text = |error: snapshot::store::StoreError| error.to_string();
-        let snapshots = Snapshots::open(&self.run.home()).map_err(text)?;
+        let snapshots = Snapshots::open(self.run.home()).map_err(text)?;
         let was_paused = self.epochs.is_paused();
         let begun = Instant::now();
         if !was_paused {

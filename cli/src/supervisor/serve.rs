@@ -60,7 +60,7 @@ impl Shared {
         epochs: Epochs,
     ) -> Self {
         Self {
-            run: RunDirectory::at(run.path().to_owned()),
+            run: run.clone(),
             spec,
             epochs,
             main_exec: OnceLock::new(),

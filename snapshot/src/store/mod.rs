@@ -96,6 +96,8 @@ impl Snapshots {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(at(&directory)(error)),
             _ => {}
         }
+        // Links on the way to it are the user's. In it none is followed.
+        let directory = directory.canonicalize().map_err(at(&directory))?;
         Ok(Self { home: home.to_owned(), directory })
     }
 

@@ -382,3 +382,12 @@ fn those_that_begin_at_once_do_not_sweep_each_other_away() {
     });
     assert_eq!(names(&snapshots.directory).unwrap(), Vec::<String>::new());
 }
+
+#[test]
+fn snapshots_may_lie_elsewhere() {
+    let (home, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    std::os::unix::fs::symlink(elsewhere.path(), home.path().join("snapshots")).unwrap();
+    let made = make(&Snapshots::open(home.path()).unwrap(), None, &[]);
+    // Whoever opens what it holds follows no links.
+    assert!(made.layer().starts_with(elsewhere.path().canonicalize().unwrap()));
+}
