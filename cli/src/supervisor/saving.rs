@@ -33,9 +33,13 @@ struct Written {
 type Failed = String;
 
 impl Shared {
-    /// Saves the machine and gives the snapshot's id. It then goes on, if it did before and is to.
-    pub(super) fn save(&self, name: Option<&str>, goes_on: bool) -> Result<String, Failed> {
+    /// Saves the machine and gives the snapshot's id. It then goes on, if it did before.
+    pub(super) fn save(&self, name: Option<&str>) -> Result<String, Failed> {
         let _turn = self.epochs.turn()?;
+        self.save_in_turn(name, true)
+    }
+
+    fn save_in_turn(&self, name: Option<&str>, goes_on: bool) -> Result<String, Failed> {
         // Nothing could go on from what has not begun.
         self.main_exec().ok_or("its command has not started yet; try again in a moment")?;
         let text = |error: snapshot::store::StoreError| error.to_string();
@@ -78,7 +82,7 @@ impl Shared {
             }
             // One that stands still has been saved as it is, or can be.
             if !self.epochs.is_paused()
-                && let Err(why) = self.save(None, true)
+                && let Err(why) = self.save(None)
                 && !self.epochs.has_ended()
             {
                 self.events.add("snapshot.failed", json!({ "why": why }));
@@ -88,7 +92,9 @@ impl Shared {
 
     /// Saves the machine, and ends the run's processes: it goes on from the snapshot.
     pub(super) fn save_and_end(&self, name: Option<&str>) -> Result<String, Failed> {
-        let id = self.save(name, false)?;
+        // Until the end is under way: resumed in between, it would run past what was saved.
+        let _turn = self.epochs.turn()?;
+        let id = self.save_in_turn(name, false)?;
         self.tell_main(|done| Happening::Saved { snapshot: id.clone(), done })?;
         Ok(id)
     }

@@ -205,7 +205,7 @@ fn client(mut stream: UnixStream, shared: &Shared) {
             let note = |id| format!("run {}: paused, and saved as snapshot {id}", shared.spec.id);
             answer(connection, shared, shared.save_and_end(name.as_deref()).map(note));
         }
-        Request::Snapshot { name } => match shared.save(name.as_deref(), true) {
+        Request::Snapshot { name } => match shared.save(name.as_deref()) {
             Ok(id) => connection.result(format!("{id}\n").into_bytes()),
             Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
         },
