@@ -1,7 +1,6 @@
 //! `bulkhead fork` and the continuation of a run that was saved: machines go on from snapshots.
 
 use std::fs::File;
-use std::path::Path;
 
 use clap::Args;
 use serde_json::json;
@@ -11,14 +10,14 @@ use super::Format;
 use super::launch::{Outcome, take_part, watch};
 use super::resolve::check_host;
 use super::run::Run;
+use super::saved_spec::spec_from;
 use super::snapshot::ask_for_snapshot;
 use crate::events::Events;
-use crate::home::{Home, ProgramFiles, read_json};
-use crate::image::Images;
+use crate::home::Home;
 use crate::image::progress::Progress;
 use crate::spec::Spec;
 use crate::store::{RunDirectory, Store, StoreError};
-use crate::{FAILED, clock, say};
+use crate::{FAILED, say};
 
 /// `bulkhead fork`
 #[derive(Debug, Args)]
@@ -54,6 +53,12 @@ pub(crate) fn fork(args: &Fork) -> Result<u8, String> {
     let Sound { snapshot, cold, instead } = sound(snapshot, args.fallback, args.quiet)?;
     if let Some(why) = &instead {
         say(&format!("{why}; going on from {}", if cold { "its disk" } else { snapshot.id() }));
+    }
+    if snapshot.is_imported() && !args.quiet {
+        say(&format!(
+            "snapshot {}: it was imported, so it reaches nothing here; bulkhead run --from with --allow gives it what it may",
+            snapshot.id()
+        ));
     }
     let mut runs = Vec::new();
     for number in 1..=args.number {
@@ -204,30 +209,6 @@ pub(super) fn create(
     let mut layers: Vec<_> = below.map(|id| ChainLayer::Snapshot(id.to_owned())).collect();
     layers.push(ChainLayer::Own("1".to_owned()));
     store.create(spec, &Chain { layers }, manifest.epoch).map_err(|error| text(&error))
-}
-
-/// What a run that goes on from a snapshot is.
-pub(super) fn spec_from(home: &Home, snapshot: &Snapshot, name: Option<String>) -> Result<Spec, String> {
-    let text = |error: &dyn std::fmt::Display| format!("snapshot {}: {error}", snapshot.id());
-    let mut spec: Spec = read_json(&snapshot.path("spec.json")).map_err(|error| text(&error))?;
-    // Programs are those of this installation, and the image that of this state directory.
-    let files = ProgramFiles::find().map_err(|error| text(&error))?;
-    let own = |path: &Path| path.canonicalize().map_err(|error| format!("{}: {error}", path.display()));
-    spec.machine.vmm = own(&files.vmm)?;
-    spec.machine.jail.jailer = own(&files.jailer)?;
-    spec.network.netfilter = own(&files.netfilter)?;
-    // A name may stand for another image by now.
-    let image = spec.machine.image_file.parent().and_then(Path::file_name).and_then(|name| name.to_str()).unwrap_or("");
-    let image = Images::of(home).find(image).map_err(|error| text(&error))?;
-    image.verify(true).map_err(|error| text(&error))?;
-    spec.machine.image_file = own(&image.root)?;
-    spec.ephemeral = name.is_none();
-    spec.name = name;
-    spec.created = clock::now();
-    spec.from = Some(snapshot.id().to_owned());
-    spec.another_command = false;
-    (spec.ports, spec.inputs, spec.artifacts, spec.snapshot_every_ms) = (Vec::new(), Vec::new(), None, None);
-    Ok(spec)
 }
 
 /// What `run --from` is: the saved machine, with what the command line says beside it.

@@ -15,6 +15,7 @@ mod process;
 mod resolve;
 pub(crate) mod rm;
 pub(crate) mod run;
+mod saved_spec;
 mod scope;
 pub(crate) mod snapshot;
 pub(crate) mod stats;

@@ -1,5 +1,10 @@
 //! `bulkhead snapshot`: saved machines and disks.
 
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufReader, BufWriter, IsTerminal};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 use guest::message::printable;
 use serde_json::{Value, json};
@@ -7,6 +12,7 @@ use snapshot::store::{Depth, Snapshot, Snapshots, Status};
 
 use super::{Format, dial, print, table};
 use crate::client::{ClientError, unexpected};
+use crate::clock;
 use crate::frame::{Frame, Request};
 use crate::home::Home;
 use crate::image::progress::Progress;
@@ -26,8 +32,14 @@ pub(crate) enum SnapshotCommand {
     Inspect(Which),
     /// Hash every file of snapshots, and of those that they stand on
     Verify(Which),
+    /// Make a snapshot that stands on no other
+    Flatten(One),
     /// Remove snapshots on which nothing stands
     Rm(Which),
+    /// Write a snapshot, with all that it stands on but the image, into one file
+    Export(Export),
+    /// Take a snapshot from a file that export wrote
+    Import(Import),
 }
 
 /// `bulkhead snapshot create`
@@ -62,6 +74,38 @@ pub(crate) struct Which {
     snapshots: Vec<String>,
 }
 
+/// A snapshot.
+#[derive(Debug, Args)]
+pub(crate) struct One {
+    /// Say nothing but results and errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Id, unique beginning of an id, or name
+    snapshot: String,
+}
+
+/// `bulkhead snapshot export`
+#[derive(Debug, Args)]
+pub(crate) struct Export {
+    /// Say nothing but results and errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// Id, unique beginning of an id, or name
+    snapshot: String,
+    /// The file, which must not be there yet; - for standard output
+    file: PathBuf,
+}
+
+/// `bulkhead snapshot import`
+#[derive(Debug, Args)]
+pub(crate) struct Import {
+    /// Say nothing but results and errors
+    #[arg(short, long)]
+    quiet: bool,
+    /// The file; - for standard input
+    file: PathBuf,
+}
+
 /// `bulkhead snapshot`: returns the exit status.
 pub(crate) fn snapshot(command: &SnapshotCommand) -> Result<u8, String> {
     match command {
@@ -86,6 +130,18 @@ pub(crate) fn snapshot(command: &SnapshotCommand) -> Result<u8, String> {
                 Ok(id)
             })
         }
+        SnapshotCommand::Flatten(args) => {
+            let snapshots = open()?;
+            let mut progress = Progress::new("flattening", None, args.quiet);
+            let from = snapshots.find(&args.snapshot).map_err(|error| error.to_string())?;
+            let flat = snapshots
+                .flatten(&from, clock::now(), &mut |bytes| progress.add(bytes))
+                .map_err(|error| error.to_string())?;
+            print(&format!("{}\n", flat.id()))?;
+            Ok(0)
+        }
+        SnapshotCommand::Export(args) => export(args),
+        SnapshotCommand::Import(args) => import(args),
     }
 }
 
@@ -161,10 +217,10 @@ fn row(snapshot: &Snapshot) -> Vec<String> {
         snapshot.id().to_owned(),
         manifest.name.clone().unwrap_or_default(),
         manifest.kind.to_string(),
-        manifest.origin.clone(),
+        printable(&manifest.origin),
         printable(&manifest.image),
         state(snapshot).to_owned(),
-        manifest.created.clone(),
+        printable(&manifest.created),
         show_size(snapshot.bytes()),
     ]
 }
@@ -194,5 +250,57 @@ fn inspect(args: &Which) -> Result<u8, String> {
     }
     let text = serde_json::to_string_pretty(&all).map_err(|error| error.to_string())?;
     print(&format!("{text}\n"))?;
+    Ok(0)
+}
+
+fn export(args: &Export) -> Result<u8, String> {
+    let snapshots = open()?;
+    let snapshot = snapshots.find(&args.snapshot).map_err(|error| error.to_string())?;
+    let mut progress = Progress::new("exporting", None, args.quiet);
+    let mut progress = |bytes| progress.add(bytes);
+    if args.file.as_os_str() == "-" {
+        if io::stdout().is_terminal() {
+            return Err("standard output is a terminal; name a file, or send it into one".to_owned());
+        }
+        let out = BufWriter::new(io::stdout().lock());
+        snapshots.export(&snapshot, out, &mut progress).map_err(|error| error.to_string())?;
+        return Ok(0);
+    }
+    let failed = |error: io::Error| format!("{}: {error}", args.file.display());
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&args.file).map_err(failed)?;
+    let written =
+        snapshots.export(&snapshot, BufWriter::new(&mut file), &mut progress).map_err(|error| error.to_string());
+    let written = written.and_then(|()| file.sync_all().map_err(failed));
+    if written.is_err() {
+        // Half of it is of no use to anyone.
+        let _ = std::fs::remove_file(&args.file);
+    }
+    written.map(|()| 0)
+}
+
+fn import(args: &Import) -> Result<u8, String> {
+    let home = Home::find().map_err(|error| error.to_string())?;
+    let snapshots = Snapshots::open(home.path()).map_err(|error| error.to_string())?;
+    let mut progress = Progress::new("importing", None, args.quiet);
+    let mut progress = |bytes| progress.add(bytes);
+    let imported = if args.file.as_os_str() == "-" {
+        snapshots.import(io::stdin().lock(), &mut progress)
+    } else {
+        let file = File::open(&args.file).map_err(|error| format!("{}: {error}", args.file.display()))?;
+        snapshots.import(BufReader::new(file), &mut progress)
+    };
+    let imported = imported.map_err(|error| format!("{}: {error}", args.file.display()))?;
+    for (id, name) in &imported.unnamed {
+        say(&format!("snapshot {id} has no name here: another one is called {name:?}"));
+    }
+    let id = imported.id;
+    let snapshot = snapshots.find(&id).map_err(|error| error.to_string())?;
+    if let Some(image) = super::saved_spec::missing_image(&home, &snapshot) {
+        say(&format!(
+            "snapshot {id} needs the image {:?}, which is not here: import the same one before bulkhead fork",
+            printable(&image)
+        ));
+    }
+    print(&format!("{id}\n"))?;
     Ok(0)
 }

@@ -345,8 +345,8 @@ fn limits(machine: &Machine, threads: u64) -> Limits {
         descriptors: DESCRIPTORS,
         threads,
         memory: machine.memory.saturating_add(VMM_MEMORY),
-        // The data of a layer is as long as the disk; nothing that a VMM writes is longer.
-        file_size: machine.disk,
+        // The data of a layer is as long as the disk, and an image of its memory as the memory; nothing that it writes is longer.
+        file_size: machine.disk.max(machine.memory),
     }
 }
 

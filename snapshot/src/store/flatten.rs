@@ -4,7 +4,7 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use super::error::{StoreError, at};
-use super::manifest::DISK;
+use super::manifest::{DISK, IMPORTED};
 use super::{Depth, Meta, Snapshot, Snapshots};
 use crate::disk::{LayerFiles, merge};
 
@@ -34,6 +34,9 @@ impl Snapshots {
         let [data, map] = DISK.map(|name| pending.create(name));
         merge(&layers, &data?, &map?, progress)
             .map_err(|source| StoreError::Disk { id: snapshot.id().to_owned(), source })?;
+        if snapshot.is_imported() {
+            pending.write(IMPORTED, b"")?;
+        }
         for name in manifest.kind.files().iter().filter(|name| !DISK.contains(name)) {
             pending.link(&snapshot.path(name), name)?;
         }

@@ -31,6 +31,8 @@ pub(super) const NETWORK: &str = "net.json";
 const SPEC: &str = "spec.json";
 /// What clients have of the execs' output.
 const STREAMS: &str = "streams.json";
+/// There if it came from an archive: what it says was then said by anybody.
+pub(super) const IMPORTED: &str = "imported";
 /// The hashes of the files' chunks.
 pub(super) const CHUNKS: &str = "chunks";
 

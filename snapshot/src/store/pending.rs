@@ -9,7 +9,7 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::error::{StoreError, at};
-use super::manifest::{DISK, FileRecord, Kind, Manifest, VERSION};
+use super::manifest::{DISK, FileRecord, IMPORTED, Kind, Manifest, VERSION};
 use super::{LOCK, Mode0700, Snapshot, Snapshots, TEMPORARY, boot_id, open_lock, sync_directory, write_whole};
 
 /// What is known of a snapshot when it is published.
@@ -67,6 +67,7 @@ impl Snapshots {
         let place = fresh_id().map_err(at(&self.directory))?;
         let mut pending = self.begin_in(&place, manifest.id.clone(), manifest.name.as_deref())?;
         pending.manifest = Some(manifest.clone());
+        pending.write(IMPORTED, b"")?;
         Ok(pending)
     }
 

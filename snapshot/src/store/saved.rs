@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{StoreError, at};
 use super::hash::{CHUNK, ChunkHash, chunks, whole};
-use super::manifest::{CHUNKS, DISK, FileRecord, Kind, MAX_BYTES, MEMORY, Manifest, NETWORK, STATE};
+use super::manifest::{CHUNKS, DISK, FileRecord, IMPORTED, Kind, MAX_BYTES, MEMORY, Manifest, NETWORK, STATE};
 use super::{Snapshots, boot_id, read_small, write_whole};
 
 /// When its files were hashed last.
@@ -123,6 +123,12 @@ impl Snapshot {
     #[must_use]
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// Whether it came from an archive, or was made of one that did.
+    #[must_use]
+    pub fn is_imported(&self) -> bool {
+        std::fs::symlink_metadata(self.path(IMPORTED)).is_ok()
     }
 
     /// How it stands.
