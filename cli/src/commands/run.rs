@@ -79,7 +79,7 @@ pub(crate) struct Run {
     #[arg(long)]
     pub(crate) console: bool,
     /// Go on from a snapshot in place of booting an image: with its machine, and a command of its own or the one that runs there
-    #[arg(long, value_name = "SNAPSHOT", conflicts_with_all = ["cpus", "memory", "disk", "kernel", "modules", "console", "entrypoint", "cmdline_extra", "disk_layers"])]
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with_all = ["cpus", "memory", "disk", "kernel", "modules", "console", "entrypoint", "cmdline_extra", "disk_layers", "require_cgroup", "io_max", "allow_unenforced", "users"])]
     pub(crate) from: Option<String>,
     /// Say nothing but results and errors
     #[arg(short, long)]

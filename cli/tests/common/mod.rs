@@ -87,7 +87,7 @@ impl Place {
     pub(crate) fn listed(&self) -> Vec<PathBuf> {
         let mut all = Vec::new();
         walk(self.directory.path(), &mut all);
-        all.retain(|path| !path.ends_with("home/runs") && !path.ends_with(".lock"));
+        all.retain(|path| ["home/runs", "home/snapshots", ".lock"].iter().all(|own| !path.ends_with(own)));
         all.sort();
         all
     }
