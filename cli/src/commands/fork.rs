@@ -60,15 +60,25 @@ pub(crate) fn fork(args: &Fork) -> Result<u8, String> {
             snapshot.id()
         ));
     }
-    let mut runs = Vec::new();
-    for number in 1..=args.number {
+    let make = |number| {
         let name =
             args.name.as_ref().map(|name| if args.number == 1 { name.clone() } else { format!("{name}-{number}") });
         let mut spec = spec_from(&home, &snapshot, name)?;
         check_host(&spec).map_err(|error| format!("cannot fork {}: {error}", args.from))?;
         let (directory, lock) = create(&store, &snapshots, &snapshot, &mut spec)?;
         note_fallback(&directory, &spec, &snapshot, cold, instead.as_deref());
-        runs.push(Created { directory, lock, spec });
+        Ok(Created { directory, lock, spec })
+    };
+    let mut runs = Vec::new();
+    for number in 1..=args.number {
+        match make(number) {
+            Ok(run) => runs.push(run),
+            Err(error) => {
+                // None of them has started: what remains of them says nothing to anyone.
+                runs.iter().for_each(|run: &Created| drop(run.directory.remove()));
+                return Err(error);
+            }
+        }
     }
     match <[Created; 1]>::try_from(runs) {
         Ok([run]) => {
