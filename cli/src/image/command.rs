@@ -6,6 +6,7 @@ use std::time::SystemTime;
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
+use snapshot::store::{Dependent, Snapshot, Snapshots};
 
 use super::disk::MIN_SIZE;
 use super::import::{Order, import};
@@ -13,7 +14,8 @@ use super::name;
 use super::source::Pick;
 use super::store::{Images, short};
 use crate::commands::{self, jail::Jail};
-use crate::home::Home;
+use crate::home::{Home, read_json};
+use crate::spec::Spec;
 use crate::store::Store;
 use crate::units::{parse_size, show_size};
 use crate::{clock, say};
@@ -246,15 +248,27 @@ fn remove(home: &Home, given: &[String]) -> Result<u8, String> {
     let images = Images::open(home).map_err(|error| error.to_string())?;
     images.sweep().map_err(|error| error.to_string())?;
     let runs = Store::open(home).and_then(|store| store.all()).map_err(|error| error.to_string())?;
+    let mut needed: Vec<_> =
+        runs.into_iter().map(|run| (run.spec.machine.image_file, Dependent::Run(run.spec.id))).collect();
+    needed.extend(of_snapshots(home)?);
     let user = |directory: &std::path::Path| {
-        let needs = |file: &PathBuf| file.starts_with(directory);
-        runs.iter().find(|run| needs(&run.spec.machine.image_file)).map(|run| run.spec.id.clone())
+        needed.iter().find(|(file, _)| file.starts_with(directory)).map(|(_, user)| user.clone())
     };
     for one in given {
         images.remove(one, user).map_err(|error| error.to_string())?;
         print(&format!("{one}\n"))?;
     }
     Ok(0)
+}
+
+/// The images that snapshots were made with, whose runs may be gone. A damaged one is of no use with its image either.
+fn of_snapshots(home: &Home) -> Result<Vec<(PathBuf, Dependent)>, String> {
+    let all = Snapshots::open(home.path()).and_then(|all| all.list()).map_err(|error| error.to_string())?;
+    let image = |snapshot: Snapshot| {
+        let spec: Spec = read_json(&snapshot.path("spec.json")).ok()?;
+        Some((spec.machine.image_file, Dependent::Snapshot(snapshot.id().to_owned())))
+    };
+    Ok(all.into_iter().filter_map(image).collect())
 }
 
 fn print(text: &str) -> Result<u8, String> {
@@ -270,6 +284,36 @@ fn print_json(values: &Vec<serde_json::Value>) -> Result<u8, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_snapshot_needs_its_image() {
+        let place = tempfile::tempdir().unwrap();
+        let home = Home::at(place.path().to_owned());
+        let pending = Snapshots::open(home.path()).unwrap().begin(None).unwrap();
+        let spec = crate::spec::test::spec();
+        for (file, bytes) in
+            [("disk.data", vec![0]), ("disk.map", vec![0]), ("spec.json", serde_json::to_vec(&spec).unwrap())]
+        {
+            pending.write(file, &bytes).unwrap();
+        }
+        let (created, origin, image) = ("2026-12-01T00:00:00.000Z".into(), "8fc20000".into(), "busybox".into());
+        let (kind, layers, epoch, vcpus) = (snapshot::store::Kind::Disk, Vec::new(), 1, 1);
+        let meta = snapshot::store::Meta {
+            created,
+            kind,
+            origin,
+            epoch,
+            image,
+            layers,
+            disk_bytes: 1,
+            memory_bytes: 1,
+            vcpus,
+        };
+        let made = pending.publish(meta).unwrap();
+        let needed = of_snapshots(&home).unwrap();
+        assert_eq!(needed, [(spec.machine.image_file, Dependent::Snapshot(made.id().to_owned()))]);
+        assert_eq!(needed[0].1.removal(), format!("snapshot rm {}", made.id()));
+    }
 
     #[test]
     fn sizes_have_bounds() {

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, FlockOperation, RenameFlags, flock, renameat_with};
 use serde::Deserialize;
+use snapshot::store::Dependent;
 
 use super::name;
 use super::record::{Config, Record, VERSION};
@@ -42,13 +43,13 @@ pub(crate) enum StoreError {
         /// What is wrong.
         why: String,
     },
-    /// An image that a run needs.
-    #[error("image {image:?}: run {run} is made of it; remove that first (bulkhead rm {run})")]
+    /// An image that a run or a snapshot needs.
+    #[error("image {image:?}: {user} is made of it; remove that first (bulkhead {})", user.removal())]
     InUse {
         /// What was given.
         image: String,
-        /// The run's id.
-        run: String,
+        /// What needs it.
+        user: Dependent,
     },
     /// An image that is no import.
     #[error("image {0:?}: it was put there by hand; remove its directory")]
@@ -315,7 +316,7 @@ impl Images {
     }
 
     /// Takes a name away, or an image with all of its names. `user` gives a run that needs an image's file.
-    pub(super) fn remove(&self, given: &str, user: impl Fn(&Path) -> Option<String>) -> Result<(), StoreError> {
+    pub(super) fn remove(&self, given: &str, user: impl Fn(&Path) -> Option<Dependent>) -> Result<(), StoreError> {
         let guard = self.guard()?;
         let names = self.names()?;
         // A name alone, if the image has others.
@@ -344,8 +345,8 @@ impl Images {
             },
         };
         let directory = self.0.join(&id);
-        if let Some(run) = user(&directory) {
-            return Err(StoreError::InUse { image: given.to_owned(), run });
+        if let Some(user) = user(&directory) {
+            return Err(StoreError::InUse { image: given.to_owned(), user });
         }
         for (name, _) in names.iter().filter(|(_, other)| *other == id) {
             unlink(name)?;

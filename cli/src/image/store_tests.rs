@@ -44,7 +44,7 @@ fn record(id: &str) -> Record {
     Record { version: VERSION, id: id.to_owned(), source, builder: 1, imported, size: 8192, used: 8192, root, config }
 }
 
-fn nobody(_: &Path) -> Option<String> {
+fn nobody(_: &Path) -> Option<Dependent> {
     None
 }
 
@@ -144,7 +144,7 @@ fn removing_takes_a_name_and_with_the_last_the_image() {
     place.images.give_name("two", &id).unwrap();
     place.images.remove("one", nobody).unwrap();
     assert!(place.images.find("one").is_err());
-    let in_use = place.images.remove("two", |_| Some("8fc20000".to_owned())).unwrap_err().to_string();
+    let in_use = place.images.remove("two", |_| Some(Dependent::Run("8fc20000".to_owned()))).unwrap_err().to_string();
     assert!(in_use.contains("run 8fc20000 is made of it"), "{in_use}");
     assert!(place.images.find("two").is_ok());
     place.images.remove("two", nobody).unwrap();

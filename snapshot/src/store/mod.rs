@@ -76,6 +76,17 @@ pub enum Dependent {
     Run(String),
 }
 
+impl Dependent {
+    /// What removes it, as words after `bulkhead`.
+    #[must_use]
+    pub fn removal(&self) -> String {
+        match self {
+            Self::Snapshot(id) => format!("snapshot rm {id}"),
+            Self::Run(id) => format!("rm {id}"),
+        }
+    }
+}
+
 impl std::fmt::Display for Dependent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
