@@ -18,6 +18,7 @@ use super::begin::{STREAMS, Streams};
 use super::layers::{self, own};
 use super::serve::Shared;
 use crate::clock;
+use crate::store::RunDirectory;
 
 /// What a machine was written to, before anyone may use it.
 struct Written {
@@ -44,6 +45,8 @@ impl Shared {
         self.main_exec().ok_or("its command has not started yet; try again in a moment")?;
         let text = |error: snapshot::store::StoreError| error.to_string();
         let snapshots = Snapshots::open(self.run.home()).map_err(text)?;
+        let settled = settle(&snapshots, &self.run, &self.spec_now()?, |below| self.meta(Kind::Disk, below));
+        settled.map_err(|error| format!("what an earlier save has left: {error}"))?;
         let was_paused = self.epochs.is_paused();
         let begun = Instant::now();
         if !was_paused {
@@ -148,13 +151,7 @@ impl Shared {
         let create = |name| pending.create(name).map_err(|error| text(&error));
         let (state, memory, network) = (create("state")?, create("memory")?, create("net.json")?);
         self.network.save(network.as_fd())?;
-        let mut spec = self.spec.clone();
-        // The policy that is in force.
-        if let Some(set) = self.run.policy().map_err(|error| text(&error))? {
-            spec.network.policy = set.policy;
-        }
-        let spec = serde_json::to_vec_pretty(&spec).map_err(|error| text(&error))?;
-        pending.write("spec.json", &spec).map_err(|error| text(&error))?;
+        pending.write("spec.json", &self.spec_now()?).map_err(|error| text(&error))?;
         // The layer that is about to be frozen: where it cannot be taken in, nothing is cut.
         pending.link_disk(frozen, &frozen.with_extension("map")).map_err(|error| text(&error))?;
         let pagemap = self.epochs.pagemap().map_err(|error| format!("its VMM's page map: {error}"))?;
@@ -165,6 +162,31 @@ impl Shared {
             Event::SaveFailed { error } => Some(Err(printable(&error))),
             _ => None,
         })?
+    }
+
+    /// The spec with the policy that is in force.
+    fn spec_now(&self) -> Result<Vec<u8>, Failed> {
+        let mut spec = self.spec.clone();
+        if let Some(set) = self.run.policy().map_err(|error| error.to_string())? {
+            spec.network.policy = set.policy;
+        }
+        serde_json::to_vec_pretty(&spec).map_err(|error| error.to_string())
+    }
+
+    /// Of a snapshot that is taken now, on the disk layers of others.
+    fn meta(&self, kind: Kind, layers: Vec<String>) -> Meta {
+        let machine = &self.spec.machine;
+        Meta {
+            created: clock::now(),
+            kind,
+            origin: self.spec.id.clone(),
+            epoch: self.epochs.number(),
+            image: machine.image.clone(),
+            layers,
+            disk_bytes: machine.disk,
+            memory_bytes: machine.memory,
+            vcpus: machine.cpus,
+        }
     }
 
     /// What the clients have of the execs' output.
@@ -186,19 +208,7 @@ impl Shared {
             ChainLayer::Snapshot(id) => Some(id.clone()),
             ChainLayer::Own(_) => None,
         });
-        let machine = &self.spec.machine;
-        let meta = Meta {
-            created: clock::now(),
-            kind: Kind::Full,
-            origin: self.spec.id.clone(),
-            epoch: self.epochs.number(),
-            image: machine.image.clone(),
-            layers: below.collect(),
-            disk_bytes: machine.disk,
-            memory_bytes: machine.memory,
-            vcpus: machine.cpus,
-        };
-        let snapshot = pending.publish(meta).map_err(text)?;
+        let snapshot = pending.publish(self.meta(Kind::Full, below.collect())).map_err(text)?;
         // The run's disk now stands on the snapshot's layer, which is the same file.
         let moved = |layer: ChainLayer| match layer {
             ChainLayer::Own(stem) if stem == frozen => ChainLayer::Snapshot(snapshot.id().to_owned()),
@@ -212,7 +222,79 @@ impl Shared {
     }
 }
 
+/// Has each layer of the run's own but the last, which a save that did not come to its end has left frozen, be a snapshot's: a
+/// machine is saved with one layer.
+fn settle(
+    snapshots: &Snapshots,
+    run: &RunDirectory,
+    spec: &[u8],
+    meta: impl Fn(Vec<String>) -> Meta,
+) -> Result<(), snapshot::store::StoreError> {
+    let mut chain = Chain::read(&run.chain())?;
+    let last = chain.layers.len().saturating_sub(1);
+    let mut below = Vec::new();
+    for position in 0..last {
+        let stem = match chain.layers.get(position) {
+            Some(ChainLayer::Own(stem)) => stem.clone(),
+            Some(ChainLayer::Snapshot(id)) => {
+                below.push(id.clone());
+                continue;
+            }
+            None => break,
+        };
+        let data = own(run.path(), &stem);
+        let pending = snapshots.begin(None)?;
+        pending.link_disk(&data, &data.with_extension("map"))?;
+        pending.write("spec.json", spec)?;
+        let snapshot = pending.publish(meta(below.clone()))?;
+        snapshot.seal(&mut |_| ())?;
+        if let Some(layer) = chain.layers.get_mut(position) {
+            *layer = ChainLayer::Snapshot(snapshot.id().to_owned());
+        }
+        chain.write(&run.chain())?;
+        remove_layer(&data);
+        below.push(snapshot.id().to_owned());
+    }
+    Ok(())
+}
+
 fn remove_layer(data: &PathBuf) {
     let _ = std::fs::remove_file(data);
     let _ = std::fs::remove_file(data.with_extension("map"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_failed_save_has_frozen_becomes_a_snapshot() {
+        let home = tempfile::tempdir().unwrap();
+        let snapshots = Snapshots::open(home.path()).unwrap();
+        let run = RunDirectory::at(home.path().join("runs/8fc20000"));
+        std::fs::create_dir_all(run.path().join("disk")).unwrap();
+        let mut layers = Vec::new();
+        for stem in ["1", "2", "3"] {
+            layers::make(&own(&run.path().canonicalize().unwrap(), stem), 1 << 20, false).unwrap();
+            layers.push(ChainLayer::Own(stem.to_owned()));
+        }
+        Chain { layers }.write(&run.chain()).unwrap();
+        let meta = |layers| {
+            let (created, origin, image) = ("2026-12-01T00:00:00.000Z".into(), "8fc20000".into(), "busybox".into());
+            let (kind, epoch, vcpus) = (Kind::Disk, 1, 1);
+            Meta { created, kind, origin, epoch, image, layers, disk_bytes: 1 << 20, memory_bytes: 1, vcpus }
+        };
+        // Twice: nothing is left to do.
+        for _ in 0..2 {
+            settle(&snapshots, &run, b"{}", meta).unwrap();
+        }
+        let chain = Chain::read(&run.chain()).unwrap();
+        let [ChainLayer::Snapshot(first), ChainLayer::Snapshot(second), ChainLayer::Own(top)] = chain.layers.as_slice()
+        else {
+            panic!("{chain:?}")
+        };
+        assert_eq!((top.as_str(), snapshots.list().unwrap().len()), ("3", 2));
+        assert_eq!(snapshots.find(second).unwrap().manifest().layers.as_slice(), std::slice::from_ref(first));
+        assert!(!own(run.path(), "1").exists() && !own(run.path(), "2").exists() && own(run.path(), "3").exists());
+    }
 }
