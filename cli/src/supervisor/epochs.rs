@@ -8,7 +8,7 @@ use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use guest::host::{Agent, AgentError, Frozen, Welcome};
@@ -26,6 +26,9 @@ const FREEZE_PATIENCE: Duration = Duration::from_secs(10);
 pub(super) const THAW_PATIENCE: Duration = Duration::from_secs(120);
 /// How long a VMM may take to stop its vCPUs and finish what its disks are doing, or to start them again.
 const VMM_PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long who needs the guest waits for one that is being saved.
+const PASSING_PATIENCE: Duration = Duration::from_secs(300);
 
 /// Why a run's guest cannot be used now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +70,19 @@ pub(super) struct Epochs {
     /// Held while the stand is being changed.
     turn: Mutex<()>,
     ended: AtomicBool,
+    /// Whether the machine stands still for a moment only, and goes on by itself.
+    passing: Mutex<bool>,
+    passed: Condvar,
+}
+
+/// Until it is dropped, who needs the guest waits for the machine to go on.
+pub(super) struct Passing<'a>(&'a Epochs);
+
+impl Drop for Passing<'_> {
+    fn drop(&mut self) {
+        *locked(&self.0.passing) = false;
+        self.0.passed.notify_all();
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -84,6 +100,8 @@ impl Epochs {
             answers: Mutex::default(),
             turn: Mutex::default(),
             ended: AtomicBool::new(false),
+            passing: Mutex::default(),
+            passed: Condvar::new(),
         }
     }
 
@@ -114,6 +132,12 @@ impl Epochs {
 
     /// The agent of a guest that runs.
     pub(super) fn agent(&self) -> Result<Agent, NotNow> {
+        let passing = self.passed.wait_timeout_while(locked(&self.passing), PASSING_PATIENCE, |passing| *passing);
+        drop(passing);
+        self.running()
+    }
+
+    fn running(&self) -> Result<Agent, NotNow> {
         match &*locked(&self.stand) {
             Stand::Starting => Err(NotNow::Starting),
             Stand::Running(agent) => Ok(agent.clone()),
@@ -124,6 +148,17 @@ impl Epochs {
     /// Whether the machine stands still.
     pub(super) fn is_paused(&self) -> bool {
         self.frozen().is_some()
+    }
+
+    /// The machine is about to stand still, and to go on when what comes back is dropped.
+    pub(super) fn pass(&self) -> Passing<'_> {
+        *locked(&self.passing) = true;
+        Passing(self)
+    }
+
+    /// Whether someone is pausing, resuming or saving it.
+    pub(super) fn is_busy(&self) -> bool {
+        matches!(self.turn.try_lock(), Err(TryLockError::WouldBlock))
     }
 
     /// Whether the machine is known to have ended.
@@ -175,6 +210,10 @@ impl Epochs {
     ) -> Result<T, String> {
         let (sender, answers) = sync_channel(4);
         *locked(&self.answers) = Some(sender);
+        if self.has_ended() {
+            // Nobody would answer, and nobody would tell that.
+            return Err("its machine has ended".to_owned());
+        }
         let sent = self.control.send(request, descriptors);
         let answer = sent.map_err(|error| format!("its VMM: {}", printable(&error.to_string()))).and_then(|()| {
             loop {
@@ -217,7 +256,7 @@ impl Shared {
 
     /// Leaves the machine stopped, with its workload, or as it was.
     pub(super) fn stop_machine(&self) -> Result<(), String> {
-        let agent = self.epochs.agent().map_err(|why| match why {
+        let agent = self.epochs.running().map_err(|why| match why {
             NotNow::Starting => "it is still starting; try again in a moment".to_owned(),
             NotNow::Paused => "it is paused already".to_owned(),
         })?;

@@ -69,6 +69,8 @@ const POWER_OFF_GRACE: Duration = Duration::from_secs(2);
 const AFTER_MACHINE: Duration = Duration::from_secs(1);
 /// How long an orderly power-off may take, writing back everything included.
 const POWER_OFF_PATIENCE: Duration = Duration::from_secs(30);
+/// How long a save that is under way may take when its machine has ended.
+const SAVER_PATIENCE: Duration = Duration::from_secs(60);
 /// How long the client of a run that was saved may take to take the last output.
 const STREAMS_PATIENCE: Duration = Duration::from_secs(10);
 /// How long other clients have to take their last frames.
@@ -174,6 +176,7 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
                 notes = supervision.collect(wanted, to, &mut ending, orderly);
             }
             supervision.end_machine(orderly);
+            supervision.await_saver();
             if ending.snapshot().is_some() {
                 supervision.note_streams(ending.snapshot());
             }
@@ -618,6 +621,18 @@ impl<'a> Supervision<'a> {
         // Without it, what the snapshot knows counts: the client may then see again what it saw last.
         let streams = Streams { snapshot: snapshot.map(str::to_owned), ..self.shared.streams() };
         let _ = self.run.write_streams(&streams);
+    }
+
+    /// Waits for who is still saving the run, which now ends soon: what it has of the disk is in order then.
+    fn await_saver(&mut self) {
+        let deadline = Instant::now().checked_add(SAVER_PATIENCE);
+        // One that waits for us to end the run hears that we do, or that we do not.
+        while self.told_when_saved.is_none()
+            && self.shared.epochs.is_busy()
+            && deadline.is_some_and(|deadline| Instant::now() < deadline)
+        {
+            drop(self.next(Instant::now().checked_add(Duration::from_millis(20))));
+        }
     }
 
     fn await_stop(&mut self, patience: Duration) {

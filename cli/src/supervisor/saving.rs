@@ -49,6 +49,7 @@ impl Shared {
         settled.map_err(|error| format!("what an earlier save has left: {error}"))?;
         let was_paused = self.epochs.is_paused();
         let begun = Instant::now();
+        let passing = (goes_on && !was_paused).then(|| self.epochs.pass());
         if !was_paused {
             self.stop_machine()?;
         }
@@ -61,6 +62,7 @@ impl Shared {
             Ok(written) if goes_on && !was_paused => (written, self.start_machine(self.epochs.number())),
             Ok(written) => (written, Ok(())),
         };
+        drop(passing);
         let workload_stop = begun.elapsed();
         // What was to end with its snapshot goes on without one, and is not left standing.
         let or_go_on = |why| if goes_on || was_paused { why } else { self.go_on_after(why) };
