@@ -228,13 +228,16 @@ pub(crate) struct State {
     /// The snapshot that a paused machine goes on from, if it was saved.
     #[serde(default)]
     pub(crate) saved: Option<String>,
+    /// Milliseconds that its command may run on then, if it has a timeout.
+    #[serde(default)]
+    pub(crate) left_ms: Option<u64>,
 }
 
 impl State {
     /// A run that is only just created, and goes on after an epoch of this number; 0 if it goes on after none.
     pub(crate) fn new(epoch: u64) -> Self {
-        let (reason, exit_code, started, ended, saved) = (None, None, None, None, None);
-        Self { state: Phase::Starting, reason, exit_code, started, ended, epoch, saved }
+        let (reason, exit_code, started, ended, saved, left_ms) = (None, None, None, None, None, None);
+        Self { state: Phase::Starting, reason, exit_code, started, ended, epoch, saved, left_ms }
     }
 
     /// Whether a supervisor must be there.

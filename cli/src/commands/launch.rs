@@ -129,6 +129,8 @@ pub(super) fn watch(
             Ok(Some(Frame::Stdout(bytes))) => lines(&spec.id, &mut out, &bytes, &mut io::stdout()),
             Ok(Some(Frame::Stderr(bytes))) => lines(&spec.id, &mut err, &bytes, &mut io::stderr()),
             Ok(Some(Frame::Exit(exit))) => break Ok(exit),
+            // Of several, none has the client's input. A supervisor that is gone is noticed where frames are read.
+            Ok(Some(Frame::Started)) if spec.process.stdin => drop(Frame::StdinEof.write(&mut &connection)),
             Ok(Some(_)) => {}
             Ok(None) => break Err(failed(&ClientError::Lost)),
             Err(error) => break Err(failed(&error)),

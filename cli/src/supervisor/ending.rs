@@ -148,6 +148,7 @@ impl Ending {
             ended: self.snapshot.is_none().then(clock::now),
             epoch,
             saved: self.snapshot.clone(),
+            left_ms: None,
         }
     }
 

@@ -165,8 +165,20 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
 
     let mut notes = Vec::new();
     let (mut command_started, mut epoch) = (None, 1);
-    let started =
-        Supervision::start(&run, &spec, sender, happenings, &client, Start { size, hold, cold, events: &events });
+    let started = Supervision::start(
+        &run,
+        &spec,
+        sender,
+        happenings,
+        &client,
+        Start {
+            size,
+            hold,
+            cold,
+            before: Some(&before).filter(|before| before.saved.is_some() && !cold),
+            events: &events,
+        },
+    );
     let (ending, supervision) = match started {
         Err(error) => (Ending::not_started(&spec.id, error), None),
         Ok(mut supervision) => {
@@ -189,6 +201,8 @@ pub(crate) fn supervise(directory: &Path, artifacts: bool) -> Result<(), String>
     let mut exit = ending.exit(console::tail(&run.path().join("console.log")));
     exit.notes = bounded(notes);
     let mut state = ending.state(command_started, epoch);
+    let left = supervision.as_ref().and_then(|supervision| supervision.left).filter(|_| state.saved.is_some());
+    state.left_ms = left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX));
     if before.saved.is_some() && supervision.as_ref().is_none_or(|supervision| supervision.agent.is_none()) {
         // It did not come to go on: it still can.
         state = State { reason: state.reason, ..before };
@@ -230,6 +244,8 @@ struct Start<'a> {
     size: Option<Size>,
     hold: bool,
     cold: bool,
+    /// How it was when it was saved, if it goes on from there.
+    before: Option<&'a State>,
     events: &'a Arc<Events>,
 }
 
@@ -266,6 +282,8 @@ struct Supervision<'a> {
     epoch: u64,
     /// Hears when it is written down that the run was saved.
     told_when_saved: Option<SyncSender<()>>,
+    /// What the command has of its time, as far as it does not run.
+    left: Option<Duration>,
 }
 
 impl<'a> Supervision<'a> {
@@ -358,7 +376,7 @@ impl<'a> Supervision<'a> {
             agent: None,
             collector: None,
             exec: None,
-            started: None,
+            started: how.before.and_then(|before| before.started.clone()),
             hold: how.hold,
             events,
             stopped: false,
@@ -367,6 +385,7 @@ impl<'a> Supervision<'a> {
             paused: false,
             epoch,
             told_when_saved: None,
+            left: how.before.and_then(|before| before.left_ms).or(spec.timeout_ms).map(Duration::from_millis),
         })
     }
 
@@ -426,6 +445,8 @@ impl<'a> Supervision<'a> {
                 }
                 Happening::Saved { snapshot, done } => {
                     self.told_when_saved = Some(done);
+                    let now = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+                    self.left = left.or(now);
                     return Ending::saved(id, snapshot);
                 }
                 Happening::Resumed { epoch, done } => {
@@ -456,10 +477,9 @@ impl<'a> Supervision<'a> {
                         }
                     }
                     self.exec = Some(exec);
-                    self.started = Some(clock::now());
+                    self.started.get_or_insert_with(clock::now);
                     self.events.add("run.started", json!({}));
-                    let timeout = self.spec.timeout_ms.map(Duration::from_millis);
-                    deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+                    deadline = self.left.take().and_then(|left| Instant::now().checked_add(left));
                     self.note(started, None)
                 }
                 Happening::Ended(Ok(record)) => {
@@ -583,6 +603,7 @@ impl<'a> Supervision<'a> {
             ended: None,
             epoch: self.epoch,
             saved: None,
+            left_ms: None,
         };
         self.run.write_state(&state, !self.spec.ephemeral)
     }
