@@ -60,11 +60,13 @@ pub(crate) enum PreflightError {
         size: u64,
     },
     /// A limit on files that the disk could run into.
-    #[error("disk: {disk} could grow over the largest file that this process may write, {limit} (ulimit -f); raise it, or \
-             use a smaller --disk", disk = show_size(*disk), limit = show_size(*limit))]
+    #[error("{what}: {size} could grow over the largest file that this process may write, {limit} (ulimit -f); raise it, or \
+             use a smaller --{what}", size = show_size(*size), limit = show_size(*limit))]
     FileLimit {
+        /// The disk, or the memory, of which a snapshot has an image.
+        what: &'static str,
         /// In bytes.
-        disk: u64,
+        size: u64,
         /// In bytes.
         limit: u64,
     },
@@ -251,11 +253,13 @@ pub(crate) fn disk_size(asked: Option<u64>, image: &str, size: u64) -> Result<u6
 /// Checks the limits that were inherited: what does not fit is refused, and not found out when it is too late.
 pub(crate) fn check_limits(
     disk: u64,
+    memory: u64,
     largest_file: Option<u64>,
     descriptors: Option<u64>,
 ) -> Result<(), PreflightError> {
     match (largest_file, descriptors) {
-        (Some(limit), _) if limit < disk => Err(PreflightError::FileLimit { disk, limit }),
+        (Some(limit), _) if limit < disk => Err(PreflightError::FileLimit { what: "disk", size: disk, limit }),
+        (Some(limit), _) if limit < memory => Err(PreflightError::FileLimit { what: "memory", size: memory, limit }),
         (_, Some(limit)) if limit < DESCRIPTORS => Err(PreflightError::DescriptorLimit { limit }),
         _ => Ok(()),
     }
@@ -362,11 +366,13 @@ mod tests {
 
     #[test]
     fn limits_that_are_too_low_are_refused() {
-        assert!(check_limits(1 << 30, None, None).is_ok());
-        assert!(check_limits(1 << 30, Some(1 << 30), Some(4096)).is_ok());
-        let error = check_limits(1 << 30, Some(1 << 20), None).unwrap_err().to_string();
+        assert!(check_limits(1 << 30, 1, None, None).is_ok());
+        assert!(check_limits(1 << 30, 1 << 30, Some(1 << 30), Some(4096)).is_ok());
+        let error = check_limits(1 << 30, 1, Some(1 << 20), None).unwrap_err().to_string();
         assert!(error.contains("1.0 GiB") && error.contains("1.0 MiB (ulimit -f)"), "{error}");
-        let error = check_limits(1, None, Some(1024)).unwrap_err().to_string();
+        let error = check_limits(1, 1 << 30, Some(1 << 20), None).unwrap_err().to_string();
+        assert!(error.starts_with("memory: 1.0 GiB") && error.ends_with("--memory"), "{error}");
+        let error = check_limits(1, 1, None, Some(1024)).unwrap_err().to_string();
         assert!(error.contains("1024 at most (ulimit -Hn)") && error.contains("1280"), "{error}");
     }
 

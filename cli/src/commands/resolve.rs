@@ -107,7 +107,7 @@ fn labels_of(image: BTreeMap<String, String>, asked: &[(String, String)]) -> BTr
 pub(super) fn check_host(spec: &Spec) -> Result<(), Box<dyn Error>> {
     let limits = [Resource::Fsize, Resource::Nofile].map(getrlimit);
     let [largest_file, descriptors] = limits;
-    check_limits(spec.machine.disk.max(spec.machine.memory), largest_file.current, descriptors.maximum)?;
+    check_limits(spec.machine.disk, spec.machine.memory, largest_file.current, descriptors.maximum)?;
     check_memory(spec.machine.memory, &std::fs::read_to_string("/proc/meminfo").unwrap_or_default())?;
     open_kvm()?;
     Ok(())

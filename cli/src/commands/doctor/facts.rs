@@ -27,7 +27,7 @@ pub(super) fn checks() -> Vec<Check> {
     ];
     let limits = [Resource::Fsize, Resource::Nofile].map(getrlimit);
     let [largest_file, descriptors] = limits;
-    let limits = check_limits(1 << 30, largest_file.current, descriptors.maximum);
+    let limits = check_limits(1 << 30, 1 << 30, largest_file.current, descriptors.maximum);
     checks.push(match limits {
         Ok(()) => Check::ok("limits", "files and descriptors suffice"),
         Err(error) => Check::failed("limits", error.to_string(), "ulimit -f unlimited; ulimit -Hn 65536 (as root)"),
