@@ -3,24 +3,34 @@
 //! Pure: what happened comes in, how many to wait for goes out. An interrupt costs the guest more than a request costs us,
 //! so a guest that has many requests under way should hear of several at once; one that waits for its only request must
 //! hear at once. What it has under way cannot be seen, so it is learned: the number doubles while the guest offers more
-//! although it was told nothing, and falls back to what came when it does not.
+//! although it was told nothing, and falls back to what came when it does not. How long to wait for that follows from how
+//! fast requests come.
+
+use std::time::Duration;
 
 /// Most requests that are held back. A guest with 16 under way then reaps one half while we serve the other.
 const MOST: u16 = 8;
 /// Batches between two attempts to make them larger, after one that failed: an attempt in vain costs a short look.
 const PATIENCE: u16 = 64;
+/// What a request is taken to need at most, with all that the guest does about it: so nothing is held back for longer than
+/// four times this.
+const MOST_PACE: Duration = Duration::from_micros(500);
+/// Shortest sleep that is worth its system call.
+const SHORTEST: Duration = Duration::from_micros(50);
 
 /// What was learned of one guest's queue.
 #[derive(Debug)]
 pub(super) struct Batch {
     target: u16,
     patience: u16,
+    /// Time for each request while they come, averaged over some batches.
+    pace: Duration,
 }
 
 impl Batch {
     /// Nothing is known.
     pub(super) fn new() -> Self {
-        Self { target: 1, patience: 0 }
+        Self { target: 1, patience: 0, pace: MOST_PACE }
     }
 
     /// Requests to have done before the guest is told.
@@ -28,8 +38,19 @@ impl Batch {
         self.target
     }
 
-    /// So many were done, and the guest was told.
-    pub(super) fn reached(&mut self) {
+    /// How long the guest is waited for while it was not told of something.
+    pub(super) fn wait(&self) -> Duration {
+        self.pace.saturating_mul(4)
+    }
+
+    /// How long to sleep between two looks.
+    pub(super) fn nap(&self) -> Duration {
+        (self.pace / 4).max(SHORTEST)
+    }
+
+    /// So many were done, and the guest was told, so long after it was told the last time.
+    pub(super) fn reached(&mut self, done: u16, took: Duration) {
+        self.learn_pace(done, took);
         if self.patience == 0 {
             self.target = self.target.saturating_mul(2).min(MOST);
         } else {
@@ -38,15 +59,23 @@ impl Batch {
     }
 
     /// Only so many were done, and the guest offered no more.
-    pub(super) fn fell_short(&mut self, done: u16) {
+    pub(super) fn fell_short(&mut self, done: u16, took: Duration) {
+        self.learn_pace(done, took);
         self.target = done.clamp(1, MOST);
         self.patience = PATIENCE;
+    }
+
+    fn learn_pace(&mut self, done: u16, took: Duration) {
+        let each = took.checked_div(u32::from(done)).unwrap_or(MOST_PACE).min(MOST_PACE);
+        self.pace = self.pace.saturating_mul(3).saturating_add(each) / 4;
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const EACH: Duration = Duration::from_micros(20);
 
     /// Plays a guest with so many requests under way, which offers a new one for each that it is told of. Says what each
     /// of the last interrupts told, and how many looks were in vain in all.
@@ -56,9 +85,9 @@ mod tests {
             let done = batch.target().min(under_way);
             if done < batch.target() {
                 in_vain += 1;
-                batch.fell_short(done);
+                batch.fell_short(done, EACH * u32::from(done));
             } else {
-                batch.reached();
+                batch.reached(done, EACH * u32::from(done));
             }
             told.push(done);
         }
@@ -82,5 +111,20 @@ mod tests {
         let (told, in_vain) = play(3);
         assert_eq!(told, [3; 10]);
         assert!(in_vain <= 4, "{in_vain}");
+    }
+
+    #[test]
+    fn the_wait_follows_the_pace_and_is_bounded() {
+        let mut batch = Batch::new();
+        for _ in 0..40 {
+            batch.reached(8, EACH * 8);
+        }
+        let wait = batch.wait();
+        assert!(wait >= EACH * 4 && wait <= EACH * 5, "{wait:?}");
+        for _ in 0..40 {
+            batch.fell_short(1, Duration::from_secs(3600));
+        }
+        assert!(batch.wait() <= Duration::from_millis(2), "{:?}", batch.wait());
+        batch.reached(0, Duration::MAX);
     }
 }

@@ -105,10 +105,10 @@ impl Server {
     /// The guest hears of half of what waits, then of half of what waits by then, and so on: it reaps the first half
     /// and adds to the queue while we serve the second. One interrupt for each request costs too much; one for all
     /// leaves each side waiting for the other. Where we are faster than it, little ever waits, and [`Batch`] says how many
-    /// to hold back. Nothing that can wait for the host's disk holds back what is done already.
+    /// to hold back, and for how long. Nothing that can wait for the host's disk holds back what is done already.
     fn serve(&mut self, queue: &mut Queue) -> Result<(), Pause> {
         let ram = &self.backing.ram.clone();
-        let mut untold = 0u16;
+        let (mut untold, mut told) = (0u16, Instant::now());
         loop {
             queue.disable_notification(ram).map_err(|_| Pause::Broken)?;
             let begun = Instant::now();
@@ -134,18 +134,19 @@ impl Server {
                 untold = untold.saturating_add(1);
                 if untold >= batch {
                     self.tell_guest(queue)?;
-                    self.batch.reached();
-                    (untold, batch) = (0, half_of_waiting(ram, queue)?.max(self.batch.target()));
+                    self.batch.reached(untold, told.elapsed());
+                    (untold, told) = (0, Instant::now());
+                    batch = half_of_waiting(ram, queue)?.max(self.batch.target());
                 }
             }
             let served = begun.elapsed();
             if untold > 0 {
-                if look_for_more(ram, queue, served)? {
+                if look_for_more(ram, queue, served)? || self.wait_for_more(queue)? {
                     continue;
                 }
-                self.batch.fell_short(untold);
                 self.tell_guest(queue)?;
-                untold = 0;
+                self.batch.fell_short(untold, told.elapsed());
+                (untold, told) = (0, Instant::now());
             }
             if look_for_more(ram, queue, served)? {
                 continue;
@@ -209,6 +210,21 @@ impl Server {
         add(&counters.read_bytes, outcome.read);
         add(&counters.written_bytes, outcome.written);
         Ok(request.complete(outcome))
+    }
+
+    /// Waits for more requests while the guest was not told of some, without using the CPU.
+    fn wait_for_more(&self, queue: &Queue) -> Result<bool, Pause> {
+        let (begun, limit) = (Instant::now(), self.batch.wait());
+        while begun.elapsed() < limit {
+            if let Ok(command) = self.inbox.recv_timeout(self.batch.nap()) {
+                self.tell_guest(queue)?;
+                return Err(Pause::Told(command));
+            }
+            if waiting(&self.backing.ram, queue)? > 0 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     fn may_take_long(&self, request: &Request<'_>) -> bool {
