@@ -10,11 +10,13 @@ use std::time::Duration;
 
 /// Most requests that are held back. A guest with 16 under way then reaps one half while we serve the other.
 const MOST: u16 = 8;
-/// Batches between two attempts to make them larger, after one that failed: an attempt in vain costs a short look.
+/// Batches between two attempts to make them larger, after one that failed: an attempt in vain costs a wait. After several
+/// that failed there are more, up to [`MOST_PATIENCE`].
 const PATIENCE: u16 = 64;
+const MOST_PATIENCE: u16 = 4096;
 /// What a request is taken to need at most, with all that the guest does about it: so nothing is held back for longer than
 /// four times this.
-const MOST_PACE: Duration = Duration::from_micros(500);
+const MOST_PACE: Duration = Duration::from_millis(2);
 /// Shortest sleep that is worth its system call.
 const SHORTEST: Duration = Duration::from_micros(50);
 
@@ -22,7 +24,10 @@ const SHORTEST: Duration = Duration::from_micros(50);
 #[derive(Debug)]
 pub(super) struct Batch {
     target: u16,
+    /// Batches until the next attempt.
     patience: u16,
+    /// What that was after the last one that failed.
+    next_patience: u16,
     /// Time for each request while they come, averaged over some batches.
     pace: Duration,
 }
@@ -30,7 +35,7 @@ pub(super) struct Batch {
 impl Batch {
     /// Nothing is known.
     pub(super) fn new() -> Self {
-        Self { target: 1, patience: 0, pace: MOST_PACE }
+        Self { target: 1, patience: 0, next_patience: PATIENCE, pace: MOST_PACE }
     }
 
     /// Requests to have done before the guest is told.
@@ -52,6 +57,9 @@ impl Batch {
     pub(super) fn reached(&mut self, done: u16, took: Duration) {
         self.learn_pace(done, took);
         if self.patience == 0 {
+            if self.target > 1 {
+                self.next_patience = PATIENCE;
+            }
             self.target = self.target.saturating_mul(2).min(MOST);
         } else {
             self.patience = self.patience.saturating_sub(1);
@@ -62,7 +70,8 @@ impl Batch {
     pub(super) fn fell_short(&mut self, done: u16, took: Duration) {
         self.learn_pace(done, took);
         self.target = done.clamp(1, MOST);
-        self.patience = PATIENCE;
+        self.patience = self.next_patience;
+        self.next_patience = self.next_patience.saturating_mul(2).min(MOST_PATIENCE);
     }
 
     fn learn_pace(&mut self, done: u16, took: Duration) {
@@ -124,7 +133,7 @@ mod tests {
         for _ in 0..40 {
             batch.fell_short(1, Duration::from_secs(3600));
         }
-        assert!(batch.wait() <= Duration::from_millis(2), "{:?}", batch.wait());
+        assert!(batch.wait() <= Duration::from_millis(8), "{:?}", batch.wait());
         batch.reached(0, Duration::MAX);
     }
 }
