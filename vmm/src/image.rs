@@ -7,6 +7,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion, MemoryRegionAddress};
@@ -39,48 +40,65 @@ pub enum ImageError {
     Memory(#[from] vm_memory::GuestMemoryError),
 }
 
-/// Writes an image to an empty file. `pagemap` is this process's own. Nothing changes guest memory meanwhile. Returns the bytes
-/// that are not holes.
-pub fn write(memory: &Memory, pagemap: &File, to: &File) -> Result<u64, ImageError> {
-    let total = memory.ram.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
-    check_pagemap(memory, pagemap)?;
-    to.set_len(total).map_err(ImageError::File)?;
-    let (mut start, mut written) = (0u64, 0u64);
-    let mut entries = [0; WINDOW * ENTRY];
-    let mut bytes = vec![0; WINDOW * PAGE];
-    for region in memory.ram.iter() {
-        let pages = usize::try_from(region.len()).unwrap_or(usize::MAX) / PAGE;
-        let first = region.as_ptr() as usize / PAGE;
-        for begin in (0..pages).step_by(WINDOW) {
-            let count = WINDOW.min(pages.saturating_sub(begin));
-            let entries = entries.get_mut(..count.saturating_mul(ENTRY)).unwrap_or_default();
-            let place = first.saturating_add(begin).saturating_mul(ENTRY) as u64;
-            pagemap.read_exact_at(entries, place).map_err(ImageError::Pagemap)?;
-            let within = (begin as u64).saturating_mul(PAGE as u64);
-            let at = start.saturating_add(within);
-            let exists = |page: usize, entry: &[u8]| {
-                let entry = entry.try_into().map_or(0, u64::from_le_bytes);
-                // What the process has not touched of a file that is mapped is there all the same.
-                entry & PRESENT_OR_SWAPPED != 0
-                    || memory.is_from_file(at.saturating_add((page as u64).saturating_mul(PAGE as u64)))
-            };
-            let exist: Vec<bool> =
-                entries.chunks_exact(ENTRY).enumerate().map(|(page, entry)| exists(page, entry)).collect();
-            for run in runs(&exist) {
-                let offset = run.start.saturating_mul(PAGE);
-                let bytes = bytes.get_mut(..run.len().saturating_mul(PAGE)).unwrap_or_default();
-                region.read_slice(bytes, MemoryRegionAddress(within.saturating_add(offset as u64)))?;
-                written = written.saturating_add(write_run(bytes, to, at.saturating_add(offset as u64))?);
-            }
-        }
-        start = start.saturating_add(region.len());
+/// What writes images. It has all the memory that it takes, so that [`Self::write`] allocates nothing and takes no lock: it also runs
+/// in a copy of this process that has one thread, and in which locks may be held that nobody gives back.
+#[derive(Debug)]
+pub struct Writer {
+    entries: Box<[u8]>,
+    bytes: Box<[u8]>,
+}
+
+impl Default for Writer {
+    fn default() -> Self {
+        Self { entries: vec![0; WINDOW * ENTRY].into(), bytes: vec![0; WINDOW * PAGE].into() }
     }
-    Ok(written)
+}
+
+impl Writer {
+    /// Writes an image to an empty file. `pagemap` is this process's own, or that of the process which this one is a copy of: that
+    /// one never gives up a page, so it has every page that there was. Nothing changes guest memory meanwhile. Returns the bytes
+    /// that are not holes.
+    pub fn write(&mut self, memory: &Memory, pagemap: &File, to: &File) -> Result<u64, ImageError> {
+        let total = memory.ram.iter().fold(0u64, |sum, region| sum.saturating_add(region.len()));
+        check_pagemap(memory, pagemap)?;
+        to.set_len(total).map_err(ImageError::File)?;
+        let (mut start, mut written) = (0u64, 0u64);
+        for region in memory.ram.iter() {
+            let pages = usize::try_from(region.len()).unwrap_or(usize::MAX) / PAGE;
+            let first = region.as_ptr() as usize / PAGE;
+            for begin in (0..pages).step_by(WINDOW) {
+                let count = WINDOW.min(pages.saturating_sub(begin));
+                let entries = self.entries.get_mut(..count.saturating_mul(ENTRY)).unwrap_or_default();
+                let place = first.saturating_add(begin).saturating_mul(ENTRY) as u64;
+                pagemap.read_exact_at(entries, place).map_err(ImageError::Pagemap)?;
+                let within = (begin as u64).saturating_mul(PAGE as u64);
+                let at = start.saturating_add(within);
+                let exists = |page: usize, entry: &[u8]| {
+                    let entry = entry.try_into().map_or(0, u64::from_le_bytes);
+                    // What the process has not touched of a file that is mapped is there all the same.
+                    entry & PRESENT_OR_SWAPPED != 0
+                        || memory.is_from_file(at.saturating_add((page as u64).saturating_mul(PAGE as u64)))
+                };
+                let mut exist = [false; WINDOW];
+                for (page, (entry, exist)) in entries.chunks_exact(ENTRY).zip(&mut exist).enumerate() {
+                    *exist = exists(page, entry);
+                }
+                for run in runs(&exist) {
+                    let offset = run.start.saturating_mul(PAGE);
+                    let bytes = self.bytes.get_mut(..run.len().saturating_mul(PAGE)).unwrap_or_default();
+                    region.read_slice(bytes, MemoryRegionAddress(within.saturating_add(offset as u64)))?;
+                    written = written.saturating_add(write_run(bytes, to, at.saturating_add(offset as u64))?);
+                }
+            }
+            start = start.saturating_add(region.len());
+        }
+        Ok(written)
+    }
 }
 
 /// Of another process's pagemap an image would be made that lacks pages, and nobody would see it: so a page that every machine
 /// has, since we write the generation id to it, has to be there.
-fn check_pagemap(memory: &Memory, pagemap: &File) -> Result<(), ImageError> {
+pub(crate) fn check_pagemap(memory: &Memory, pagemap: &File) -> Result<(), ImageError> {
     let written = memory.ram.get_host_address(GuestAddress(layout::GENERATION_ID))? as usize;
     let mut entry = [0; ENTRY];
     pagemap.read_exact_at(&mut entry, (written / PAGE).saturating_mul(ENTRY) as u64).map_err(ImageError::Pagemap)?;
@@ -89,7 +107,10 @@ fn check_pagemap(memory: &Memory, pagemap: &File) -> Result<(), ImageError> {
 
 /// Writes pages but those of zeros; returns the bytes written.
 fn write_run(bytes: &[u8], to: &File, at: u64) -> Result<u64, ImageError> {
-    let matter: Vec<bool> = bytes.chunks_exact(PAGE).map(|page| page != [0; PAGE]).collect();
+    let mut matter = [false; WINDOW];
+    for (page, matters) in bytes.chunks_exact(PAGE).zip(&mut matter) {
+        *matters = page != [0; PAGE];
+    }
     let mut written = 0u64;
     for run in runs(&matter) {
         let (first, end) = (run.start.saturating_mul(PAGE), run.end.saturating_mul(PAGE));
@@ -101,15 +122,15 @@ fn write_run(bytes: &[u8], to: &File, at: u64) -> Result<u64, ImageError> {
 }
 
 /// The runs of what is true.
-fn runs(flags: &[bool]) -> Vec<std::ops::Range<usize>> {
-    let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
-    for (index, _) in flags.iter().enumerate().filter(|(_, flag)| **flag) {
-        match runs.last_mut() {
-            Some(last) if last.end == index => last.end = index.saturating_add(1),
-            _ => runs.push(index..index.saturating_add(1)),
-        }
-    }
-    runs
+fn runs(flags: &[bool]) -> impl Iterator<Item = Range<usize>> {
+    let mut end = 0usize;
+    std::iter::from_fn(move || {
+        let rest = flags.get(end..)?;
+        let start = end.saturating_add(rest.iter().position(|flag| *flag)?);
+        let run = flags.get(start..)?.iter().take_while(|flag| **flag).count();
+        end = start.saturating_add(run);
+        Some(start..end)
+    })
 }
 
 #[cfg(test)]
@@ -121,7 +142,8 @@ mod tests {
     fn image(memory: &Memory) -> (File, u64) {
         generation::renew(&memory.ram).unwrap();
         let file = tempfile::tempfile().unwrap();
-        let written = write(memory, &File::open("/proc/self/pagemap").unwrap(), &file).unwrap();
+        let pagemap = File::open("/proc/self/pagemap").unwrap();
+        let written = Writer::default().write(memory, &pagemap, &file).unwrap();
         (file, written)
     }
 
@@ -172,10 +194,11 @@ mod tests {
     fn what_is_no_pagemap_is_refused() {
         let memory = fresh(64 << 20).unwrap();
         let (empty, file) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
-        assert!(matches!(write(&memory, &empty, &file), Err(ImageError::Pagemap(_))));
+        let write = || Writer::default().write(&memory, &empty, &file);
+        assert!(matches!(write(), Err(ImageError::Pagemap(_))));
         // As one of a process that has nothing where our guest's memory is.
         empty.set_len(1 << 40).unwrap();
-        let error = write(&memory, &empty, &file).unwrap_err();
+        let error = write().unwrap_err();
         assert!(matches!(error, ImageError::NotOurs), "{error}");
         assert_eq!(file.metadata().unwrap().len(), 0);
     }

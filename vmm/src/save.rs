@@ -73,7 +73,7 @@ impl EventLoop {
         let disks = self.cut(files)?;
         let bytes = self.state(stopped)?.to_bytes();
         state.write_all_at(&bytes, 0)?;
-        let memory_bytes = image::write(&self.machine.made_of.memory, &pagemap, &memory)?;
+        let memory_bytes = image::Writer::default().write(&self.machine.made_of.memory, &pagemap, &memory)?;
         for (device, disk) in disks {
             if let Some(Device::Block(block)) = self.machine.transports.get_mut(device).map(|known| &mut known.device) {
                 block.replace_disk(disk);
