@@ -90,10 +90,12 @@ pub(crate) enum Request {
         /// The snapshot's name.
         name: Option<String>,
     },
-    /// Save the machine as a snapshot. Its id comes as standard output.
+    /// Save the machine as a snapshot, while it goes on. Its id comes as standard output.
     Snapshot {
         /// The snapshot's name.
         name: Option<String>,
+        /// Whether it stands still until its memory is written.
+        stop: bool,
     },
     /// Let a paused machine go on. The answer is an [`Exit`].
     Resume,

@@ -18,11 +18,13 @@ use crate::serial::{BACKLOG, Serial};
 use crate::vcpu::{self, Handle, Shared};
 use crate::virtio::device::Device;
 use crate::virtio::mmio::{Transport, Written};
+use crate::writer::Writer;
 
 const CONTROL: u64 = u64::MAX;
 const MAILBOX: u64 = u64::MAX - 1;
 const SOCKETS: u64 = u64::MAX - 2;
 const FRAMES: u64 = u64::MAX - 3;
+pub(crate) const WRITER: u64 = u64::MAX - 4;
 
 /// A machine whose vCPUs run.
 #[derive(Debug)]
@@ -30,7 +32,9 @@ pub struct EventLoop {
     pub(crate) control: ControlSocket,
     pub(crate) machine: Running,
     pub(crate) pause: Pause,
-    poll: OwnedFd,
+    /// What writes the machine's memory out while it goes on.
+    pub(crate) writer: Option<Writer>,
+    pub(crate) poll: OwnedFd,
     marks: Vec<Mark>,
     /// vCPUs that wait for the reset of a device.
     resetting: Vec<(usize, Sender<()>)>,
@@ -78,7 +82,8 @@ impl EventLoop {
         };
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let (marks, resetting) = (Vec::new(), Vec::new());
-        Ok(Self { control, machine, pause: Pause::default(), poll, marks, resetting, console_dropped: 0 })
+        let (pause, writer) = (Pause::default(), None);
+        Ok(Self { control, machine, pause, writer, poll, marks, resetting, console_dropped: 0 })
     }
 
     /// Runs until the machine ends, tells the supervisor why, and returns.
@@ -131,6 +136,10 @@ impl EventLoop {
                         self.serve(net.unwrap_or(usize::MAX))?;
                         None
                     }
+                    WRITER => {
+                        self.on_writer();
+                        None
+                    }
                     kick => {
                         self.on_kick(usize::try_from(kick).unwrap_or(usize::MAX))?;
                         None
@@ -177,6 +186,7 @@ impl EventLoop {
                 self.tell(&event);
                 None
             }
+            Ok((Request::SaveLive, descriptors)) => self.save_live(descriptors),
             Ok((Request::Stop | Request::Start(_) | Request::Restore(_), _)) => Some(StopReason::Asked),
             Err(ControlError::TooManyDescriptors) => None,
             Err(_) => Some(StopReason::Asked),

@@ -6,6 +6,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
+use std::time::Instant;
 
 use kvm_ioctls::VcpuFd;
 use virtio_queue::Queue;
@@ -44,6 +45,8 @@ pub(crate) struct Pause {
     pub(crate) stopped: Option<Stopped>,
     /// Go on as soon as the pause is complete.
     called_off: bool,
+    /// When it was asked for, and when it was complete.
+    pub(crate) since: Option<(Instant, Instant)>,
 }
 
 impl Pause {
@@ -72,6 +75,8 @@ impl EventLoop {
         match self.pause.phase {
             Phase::Running => {
                 self.pause.phase = Phase::Vcpus;
+                let now = Instant::now();
+                self.pause.since = Some((now, now));
                 self.machine.shared.pausing.store(true, Ordering::Release);
                 for vcpu in &self.machine.vcpus {
                     vcpu.kick();
@@ -119,6 +124,9 @@ impl EventLoop {
 
     fn paused(&mut self) -> Option<StopReason> {
         self.pause.phase = Phase::Paused;
+        if let Some((_, complete)) = &mut self.pause.since {
+            *complete = Instant::now();
+        }
         self.tell(&Event::Paused);
         if std::mem::take(&mut self.pause.called_off) { self.resume() } else { None }
     }
@@ -129,20 +137,26 @@ impl EventLoop {
             Phase::Running => self.tell(&Event::Resumed),
             Phase::Vcpus | Phase::Devices => self.pause.called_off = true,
             Phase::Paused => {
-                let vcpus: Vec<&VcpuFd> = self.pause.vcpus.iter().map(|parked| &parked.vcpu).collect();
-                let going = self.pause.stopped.as_ref().map_or(Ok(()), |at| at.go_on(&self.machine.vm, &vcpus));
-                if let Err(error) = going {
-                    return Some(StopReason::KvmFailed { error: error.to_string() });
+                if let Err(error) = self.go_on() {
+                    return Some(error);
                 }
-                for transport in &mut self.machine.transports {
-                    transport.device.resume();
-                }
-                self.machine.shared.pausing.store(false, Ordering::Release);
-                self.pause.let_go();
                 self.tell(&Event::Resumed);
             }
         }
         None
+    }
+
+    /// Lets a machine go on whose pause is complete.
+    pub(crate) fn go_on(&mut self) -> Result<(), StopReason> {
+        let vcpus: Vec<&VcpuFd> = self.pause.vcpus.iter().map(|parked| &parked.vcpu).collect();
+        let going = self.pause.stopped.as_ref().map_or(Ok(()), |at| at.go_on(&self.machine.vm, &vcpus));
+        going.map_err(|error| StopReason::KvmFailed { error: error.to_string() })?;
+        for transport in &mut self.machine.transports {
+            transport.device.resume();
+        }
+        self.machine.shared.pausing.store(false, Ordering::Release);
+        self.pause.let_go();
+        Ok(())
     }
 
     pub(crate) fn tell(&self, event: &Event) {

@@ -1,12 +1,13 @@
-//! Writes a paused machine out.
+//! Saves a paused machine: writes it out, or has a copy of this process do that ([`crate::live`]).
 //!
 //! Whatever can fail comes first, and what it did is of no consequence: the disks go on in their new layers only when all else
-//! is written, by an exchange that cannot fail. So after a failure the machine is what it was, but that its disks were flushed.
+//! is done, by an exchange that cannot fail. So after a failure the machine is what it was, but that its disks were flushed.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
+use std::time::Instant;
 
 use kvm_bindings::kvm_irqchip;
 use snapshot::disk::{Disk, DiskError, LayerFiles};
@@ -20,6 +21,7 @@ use crate::state::vcpu::{CallError, VcpuState};
 use crate::state::{CHIPS, DeviceState, MachineState};
 use crate::virtio::device::Device;
 use crate::vsock::State as VsockState;
+use crate::writer::WriterError;
 
 /// Why a machine was not saved.
 #[derive(Debug, thiserror::Error)]
@@ -27,6 +29,9 @@ pub(crate) enum SaveError {
     /// It runs.
     #[error("the machine is not paused")]
     NotPaused,
+    /// Memory is being written.
+    #[error("another save of the machine is still being written")]
+    Busy,
     /// Descriptors do not match the machine.
     #[error("save request: {0} descriptors, where this machine's takes {1}")]
     Descriptors(usize, usize),
@@ -48,14 +53,46 @@ pub(crate) enum SaveError {
     /// A disk.
     #[error("disk {0}: {1}")]
     Disk(usize, DiskError),
+    /// The copy of this process that writes while the machine goes on.
+    #[error(transparent)]
+    Writer(#[from] WriterError),
+    /// It cannot be waited for.
+    #[error("the process that would write the memory: {0}")]
+    Watch(io::Error),
+}
+
+/// A machine's state, and what else a save has brought about when nothing of it counts yet.
+pub(crate) struct Taken {
+    pub(crate) state: (Vec<u8>, File),
+    pub(crate) memory: File,
+    pub(crate) pagemap: File,
+    /// How the disks will go on.
+    pub(crate) disks: Vec<(usize, Disk)>,
+    /// When the disks had been flushed.
+    pub(crate) flushed: Instant,
 }
 
 impl EventLoop {
-    /// Saves; `descriptors` are in the order of [`vmm_control::Request::Save`].
+    /// Saves while the machine stands still; `descriptors` are in the order of [`vmm_control::Request::Save`].
     pub(crate) fn save(&mut self, descriptors: Vec<OwnedFd>) -> Result<Saved, SaveError> {
+        let taken = self.take(descriptors)?;
+        let (bytes, state) = &taken.state;
+        state.write_all_at(bytes, 0)?;
+        let state_bytes = bytes.len() as u64;
+        let memory_bytes =
+            image::Writer::default().write(&self.machine.made_of.memory, &taken.pagemap, &taken.memory)?;
+        self.switch(taken.disks);
+        Ok(Saved { state_bytes, memory_bytes })
+    }
+
+    /// Does all that can fail, short of the writing.
+    pub(crate) fn take(&mut self, descriptors: Vec<OwnedFd>) -> Result<Taken, SaveError> {
         let (true, Some(stopped)) = (self.pause.is_complete(), self.pause.stopped.clone()) else {
             return Err(SaveError::NotPaused);
         };
+        if self.writer.is_some() {
+            return Err(SaveError::Busy);
+        }
         let found = descriptors.len();
         let mut files = descriptors.into_iter().map(File::from);
         let writable = self.disks().filter(|(_, block)| block.is_writable()).count();
@@ -71,15 +108,18 @@ impl EventLoop {
             }
         }
         let disks = self.cut(files)?;
+        let flushed = Instant::now();
         let bytes = self.state(stopped)?.to_bytes();
-        state.write_all_at(&bytes, 0)?;
-        let memory_bytes = image::Writer::default().write(&self.machine.made_of.memory, &pagemap, &memory)?;
+        Ok(Taken { state: (bytes, state), memory, pagemap, disks, flushed })
+    }
+
+    /// Has the disks go on in their new layers.
+    pub(crate) fn switch(&mut self, disks: Vec<(usize, Disk)>) {
         for (device, disk) in disks {
             if let Some(Device::Block(block)) = self.machine.transports.get_mut(device).map(|known| &mut known.device) {
                 block.replace_disk(disk);
             }
         }
-        Ok(Saved { state_bytes: bytes.len() as u64, memory_bytes })
     }
 
     /// The disks, with the indices of their devices.

@@ -146,7 +146,7 @@ fn snapshot_of(store: &Store, snapshots: &Snapshots, given: &str) -> Result<Snap
     };
     let id = match &run.state.saved {
         Some(id) => id.clone(),
-        None if run.state.is_live() => ask_for_snapshot(given, None)?,
+        None if run.state.is_live() => ask_for_snapshot(given, None, false)?,
         None => {
             let why = "it ended, and was not saved; fork one of its snapshots (bulkhead snapshot list)";
             return Err(format!("run {}: {why}", run.spec.id));

@@ -48,6 +48,9 @@ pub(crate) struct Create {
     /// A name for the snapshot
     #[arg(long, value_parser = super::run::run_name)]
     name: Option<String>,
+    /// Have the run stand still until its memory is written, which takes no memory for what it would change meanwhile
+    #[arg(long)]
+    stop: bool,
     /// Id, unique beginning of an id, or name of the run
     run: String,
 }
@@ -110,7 +113,7 @@ pub(crate) struct Import {
 pub(crate) fn snapshot(command: &SnapshotCommand) -> Result<u8, String> {
     match command {
         SnapshotCommand::Create(args) => {
-            let id = ask_for_snapshot(&args.run, args.name.clone())?;
+            let id = ask_for_snapshot(&args.run, args.name.clone(), args.stop)?;
             print(&format!("{id}\n"))?;
             Ok(0)
         }
@@ -151,10 +154,10 @@ fn open() -> Result<Snapshots, String> {
 }
 
 /// Has a run's supervisor save it; gives the snapshot's id.
-pub(super) fn ask_for_snapshot(run: &str, name: Option<String>) -> Result<String, String> {
+pub(super) fn ask_for_snapshot(run: &str, name: Option<String>, stop: bool) -> Result<String, String> {
     let (listed, mut connection) = dial(run)?;
     let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
-    Frame::Request(Request::Snapshot { name }).write(&mut connection).map_err(|error| failed(&error))?;
+    Frame::Request(Request::Snapshot { name, stop }).write(&mut connection).map_err(|error| failed(&error))?;
     let mut id = String::new();
     loop {
         match Frame::read(&mut connection).map_err(|error| failed(&error))? {

@@ -4,15 +4,15 @@
 //! alone writes the run's state. The workload is stopped before the machine is, and goes on after it, with a clock and
 //! random numbers that are fresh: the same steps for each way in which a machine can go on.
 
-use std::fs::File;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use guest::host::{Agent, AgentError, Frozen, Welcome};
 use guest::message::printable;
+use jailer::cgroup::MemoryLimit;
 use serde_json::json;
 use vmm_control::{ControlError, ControlSocket, Event, Request};
 
@@ -61,7 +61,9 @@ enum Stand {
 #[derive(Debug)]
 pub(super) struct Epochs {
     control: Arc<ControlSocket>,
-    pages: Pagemap,
+    pub(super) pages: Pagemap,
+    /// Of the VMM's cgroup.
+    pub(super) limit: Option<MemoryLimit>,
     /// Of the epoch.
     number: AtomicU64,
     stand: Mutex<Stand>,
@@ -91,10 +93,11 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Epochs {
     /// For a machine that begins its epoch of this number.
-    pub(super) fn new(vmm: &Vmm, number: u64) -> Self {
+    pub(super) fn new(vmm: &Vmm, limit: Option<MemoryLimit>, number: u64) -> Self {
         Self {
             control: vmm.control(),
             pages: vmm.page_map(),
+            limit,
             number: AtomicU64::new(number),
             stand: Mutex::new(Stand::Starting),
             answers: Mutex::default(),
@@ -113,11 +116,6 @@ impl Epochs {
     /// The number of the next one, which is now this one's.
     fn next(&self) -> u64 {
         self.number.fetch_add(1, Ordering::Relaxed).saturating_add(1)
-    }
-
-    /// Which pages of the VMM's memory there are.
-    pub(super) fn pagemap(&self) -> std::io::Result<File> {
-        self.pages.open()
     }
 
     /// Asks the VMM for something whose answer comes elsewhere.
@@ -208,30 +206,52 @@ impl Epochs {
         patience: Option<Duration>,
         of: impl Fn(Event) -> Option<T>,
     ) -> Result<T, String> {
+        self.begin_to_ask(request, descriptors)?.wait(patience, of)
+    }
+
+    /// Asks the VMM for something that has several answers.
+    pub(super) fn begin_to_ask(&self, request: &Request, descriptors: &[BorrowedFd<'_>]) -> Result<Asked<'_>, String> {
         let (sender, answers) = sync_channel(4);
         *locked(&self.answers) = Some(sender);
+        let asked = Asked { epochs: self, answers };
         if self.has_ended() {
             // Nobody would answer, and nobody would tell that.
             return Err("its machine has ended".to_owned());
         }
         let sent = self.control.send(request, descriptors);
-        let answer = sent.map_err(|error| format!("its VMM: {}", printable(&error.to_string()))).and_then(|()| {
-            loop {
-                let answer = match patience {
-                    None => answers.recv().map_err(RecvTimeoutError::from),
-                    Some(patience) => answers.recv_timeout(patience),
-                };
-                match answer.map(&of) {
-                    Ok(Some(answer)) => break Ok(answer),
-                    // To what was asked before, and not waited for any longer.
-                    Ok(None) => {}
-                    Err(RecvTimeoutError::Disconnected) => break Err("its machine ended meanwhile".to_owned()),
-                    Err(RecvTimeoutError::Timeout) => break Err(format!("its VMM did not answer within {patience:?}")),
-                }
+        sent.map_err(|error| format!("its VMM: {}", printable(&error.to_string())))?;
+        Ok(asked)
+    }
+}
+
+/// Something that the VMM was asked for. Until it is dropped, the VMM's answers come here.
+pub(super) struct Asked<'a> {
+    epochs: &'a Epochs,
+    answers: Receiver<Event>,
+}
+
+impl Asked<'_> {
+    /// Waits for the answer that `of` takes something from.
+    pub(super) fn wait<T>(&self, patience: Option<Duration>, of: impl Fn(Event) -> Option<T>) -> Result<T, String> {
+        loop {
+            let answer = match patience {
+                None => self.answers.recv().map_err(RecvTimeoutError::from),
+                Some(patience) => self.answers.recv_timeout(patience),
+            };
+            match answer.map(&of) {
+                Ok(Some(answer)) => return Ok(answer),
+                // To what was asked before, and not waited for any longer.
+                Ok(None) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err("its machine ended meanwhile".to_owned()),
+                Err(RecvTimeoutError::Timeout) => return Err(format!("its VMM did not answer within {patience:?}")),
             }
-        });
-        *locked(&self.answers) = None;
-        answer
+        }
+    }
+}
+
+impl Drop for Asked<'_> {
+    fn drop(&mut self) {
+        *locked(&self.epochs.answers) = None;
     }
 }
 
@@ -290,9 +310,15 @@ impl Shared {
 
     /// Starts the machine, then its workload.
     pub(super) fn start_machine(&self, epoch: u64) -> Result<(), String> {
-        let frozen = self.epochs.frozen().ok_or("it is not paused")?;
+        self.epochs.frozen().ok_or("it is not paused")?;
         let resumed = |event| matches!(event, Event::Resumed).then_some(());
         self.epochs.ask(&Request::Resume, &[], Some(VMM_PATIENCE), resumed)?;
+        self.thaw(epoch)
+    }
+
+    /// Starts the workload of a machine that runs.
+    pub(super) fn thaw(&self, epoch: u64) -> Result<(), String> {
+        let frozen = self.epochs.frozen().ok_or("it is not paused")?;
         let thawed = frozen.thaw(&self.welcome(epoch)?, THAW_PATIENCE);
         let agent =
             thawed.map_err(|error| format!("its workload is still stopped: {}", printable(&error.to_string())))?;

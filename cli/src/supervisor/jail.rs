@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-use jailer::cgroup::{self, Cgroup, Controller, Place};
+use jailer::cgroup::{self, Cgroup, Controller, MemoryLimit, Place};
 use jailer::users::{self, Lease, Users, UsersError};
 use jailer::{Jail, JailError, Jailed, Limits, Part, Request, Seen, Starting, Target};
 use rustix::fs::OFlags;
@@ -25,8 +25,9 @@ const VMM_MEMORY: u64 = 128 << 20;
 const PAGE_TABLES: u64 = 256;
 /// Page cache of the disk. Without it every write waits for the disk: half the speed.
 const BLOCK_CACHE: u64 = 64 << 20;
-/// Threads beside vCPUs and disk queues: the event loop, and KVM's own that recovers huge pages (Linux 6.13).
-const OTHER_THREADS: u64 = 2;
+/// Threads beside vCPUs and disk queues: the event loop, KVM's own that recovers huge pages (Linux 6.13), and the process that
+/// writes the memory of a machine that goes on.
+const OTHER_THREADS: u64 = 3;
 
 /// Descriptors of a network filter: a socket for each of 256 flows, for questions to name servers, and some.
 const FILTER_DESCRIPTORS: u64 = 1024;
@@ -130,6 +131,11 @@ impl Confined {
         &self.unenforced
     }
 
+    /// The memory limit of a VMM of such a machine, where a cgroup has it.
+    pub(super) fn memory_limit(&self, machine: &Machine) -> io::Result<Option<MemoryLimit>> {
+        self.cgroup.as_ref().map(|cgroup| cgroup.memory_limit(memory_limit(machine))).transpose()
+    }
+
     /// Whether the kernel killed it because it reached its memory limit.
     pub(super) fn ran_out_of_memory(&self) -> bool {
         self.cgroup.as_ref().is_some_and(|cgroup| cgroup.killed_for_memory() > 0)
@@ -168,9 +174,8 @@ pub(super) fn start_vmm(
     errors: File,
 ) -> Result<Confining, ConfineError> {
     let threads = threads.saturating_add(OTHER_THREADS);
-    let (memory, jail) = (machine.memory, &machine.jail);
+    let (memory, jail) = (memory_limit(machine), &machine.jail);
     let io = jail.io_max.as_ref().map(|limits| cgroup::device_of(directory).map(|device| format!("{device} {limits}")));
-    let memory = [memory, memory / PAGE_TABLES, VMM_MEMORY, BLOCK_CACHE].into_iter().fold(0, u64::saturating_add);
     let subject = Subject {
         target: Target::Vmm,
         program: &machine.vmm,
@@ -183,6 +188,16 @@ pub(super) fn start_vmm(
         needs_cgroup: needs_cgroup(machine),
     };
     start(ground, &subject, jail, directory, control, errors)
+}
+
+/// What a VMM's cgroup may hold.
+fn memory_limit(machine: &Machine) -> u64 {
+    [with_page_tables(machine.memory), VMM_MEMORY, BLOCK_CACHE].into_iter().fold(0, u64::saturating_add)
+}
+
+/// So much guest memory, with what the kernel keeps for it.
+pub(super) fn with_page_tables(memory: u64) -> u64 {
+    memory.saturating_add(memory / PAGE_TABLES)
 }
 
 /// Starts a network filter in its jail, likewise.

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use guest::host::Dial;
+use jailer::cgroup::MemoryLimit;
 use jailer::{Jailed, Part};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
@@ -87,6 +88,24 @@ pub(super) struct Pagemap(i32);
 impl Pagemap {
     pub(super) fn open(self) -> io::Result<File> {
         File::open(format!("/proc/{}/pagemap", self.0))
+    }
+
+    /// Bytes of memory of its own that the process has: what lies in no file.
+    pub(super) fn own_memory(self) -> io::Result<u64> {
+        let text = std::fs::read_to_string(format!("/proc/{}/statm", self.0))?;
+        let pages: Vec<u64> = text.split_whitespace().map_while(|word| word.parse().ok()).collect();
+        match pages.as_slice() {
+            [_, resident, shared, ..] => Ok(resident.saturating_sub(*shared).saturating_mul(4096)),
+            _ => Err(io::Error::other("statm: not as the kernel writes it")),
+        }
+    }
+
+    /// How readily the kernel kills it when memory runs out: gives what it was before.
+    pub(super) fn set_oom_score(self, score: &str) -> io::Result<String> {
+        let path = format!("/proc/{}/oom_score_adj", self.0);
+        let before = std::fs::read_to_string(&path)?;
+        std::fs::write(&path, score)?;
+        Ok(before)
     }
 }
 
@@ -194,6 +213,11 @@ impl Vmm {
     /// Where the kernel tells which pages of its memory there are.
     pub(super) fn page_map(&self) -> Pagemap {
         Pagemap(self.process.jailed.pid())
+    }
+
+    /// The memory limit of its cgroup, if it has one.
+    pub(super) fn memory_limit(&self, machine: &Machine) -> io::Result<Option<MemoryLimit>> {
+        self.process.memory_limit(machine)
     }
 
     /// What connects to the guest.

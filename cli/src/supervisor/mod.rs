@@ -23,6 +23,7 @@ mod machine;
 mod network;
 mod ports;
 mod resolvers;
+mod room;
 mod saving;
 mod serve;
 mod surroundings;
@@ -345,7 +346,8 @@ impl<'a> Supervision<'a> {
             hostname: spec.hostname().to_owned(),
         };
         let events = Arc::clone(how.events);
-        let epochs = Epochs::new(&vmm, epoch);
+        let limit = vmm.memory_limit(machine).map_err(|error| format!("the VMM's cgroup: {error}"))?;
+        let epochs = Epochs::new(&vmm, limit, epoch);
         let shared = Shared::new(run, spec.clone(), network.orders(), Arc::clone(&events), sender.clone(), epochs);
         let shared = Arc::new(shared);
         let command = {
@@ -433,6 +435,7 @@ impl<'a> Supervision<'a> {
                     | Event::Stats(_)
                     | Event::Paused
                     | Event::Resumed
+                    | Event::Taken(_)
                     | Event::Saved(_)
                     | Event::SaveFailed { .. },
                 ) => Ok(()),
@@ -512,9 +515,9 @@ impl<'a> Supervision<'a> {
         };
         match &happening {
             Happening::Vmm(Event::Stats(stats)) => self.shared.answer(stats),
-            Happening::Vmm(event @ (Event::Paused | Event::Resumed | Event::Saved(_) | Event::SaveFailed { .. })) => {
-                self.shared.epochs.answer(event.clone());
-            }
+            Happening::Vmm(
+                event @ (Event::Paused | Event::Resumed | Event::Taken(_) | Event::Saved(_) | Event::SaveFailed { .. }),
+            ) => self.shared.epochs.answer(event.clone()),
             Happening::Vmm(Event::Stopped { stats, .. }) => {
                 self.stopped = true;
                 self.shared.epochs.ended();

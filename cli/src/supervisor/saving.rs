@@ -1,46 +1,100 @@
 //! Saving a run's machine as a snapshot.
 //!
-//! The machine is stopped while its state and memory are written and its disk is cut; what follows, from the hard links
-//! of the frozen layer to the hashes, happens while it goes on. The run's disk is at every moment what its chain says.
+//! The files are made and the layer that is about to be frozen is taken in while the machine still runs. It is then stopped while
+//! its state is taken and its disk is cut; it goes on while its memory is written, or stands still until that is done. What follows, up
+//! to the hashes, happens while it goes on in any case. The run's disk is at every moment what its chain says.
 
 use std::fs::File;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use guest::message::printable;
-use serde_json::json;
+use rustix::fs::OFlags;
+use serde_json::{Value, json};
 use snapshot::store::{Chain, ChainLayer, Kind, Meta, Pending, Snapshot, Snapshots};
-use vmm_control::{Event, MAX_LAYERS, Request};
+use vmm_control::{Event, MAX_LAYERS, Request, Standstill};
 
 use super::Happening;
 use super::begin::{STREAMS, Streams};
 use super::layers::{self, own};
+use super::machine::open_plainly;
 use super::serve::Shared;
 use crate::clock;
 use crate::store::RunDirectory;
 
-/// What a machine was written to, before anyone may use it.
-struct Written {
-    pending: Pending,
-    streams: Streams,
-    /// The chain with the new live layer.
-    chain: Chain,
-    /// The layer that is frozen now.
-    frozen: String,
+/// How the machine is saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Manner {
+    /// It goes on while its memory is written. One that is paused stands still, as it does.
+    Live,
+    /// It stands still until its memory is written.
+    Still,
+    /// It stands still, and ends.
+    Ends,
 }
 
-/// Why the machine was not written; it is as it was.
+/// Why nothing was saved.
 type Failed = String;
+
+/// What a machine is about to be written to.
+struct Prepared<'a> {
+    pending: Pending,
+    layer: NewLayer<'a>,
+    files: [File; 5],
+    network: File,
+}
+
+/// A layer that the disk will go on in. Dropped before it does, it leaves the disk as it was.
+struct NewLayer<'a> {
+    run: &'a RunDirectory,
+    before: Chain,
+    /// The chain with the new layer.
+    chain: Chain,
+    /// The layer that is frozen then.
+    frozen: String,
+    /// The new layer's data.
+    live: PathBuf,
+    /// Whether the disk goes on in it, or may.
+    used: bool,
+}
+
+impl Drop for NewLayer<'_> {
+    fn drop(&mut self) {
+        // An empty layer more would not change the disk.
+        if !self.used && self.before.write(&self.run.chain()).is_ok() {
+            remove_layer(&self.live);
+        }
+    }
+}
+
+/// How long something stood still, and in detail where that is known.
+struct Stops {
+    guest: Duration,
+    workload: Duration,
+    parts: Option<Standstill>,
+}
+
+impl Stops {
+    fn json(&self, snapshot: &str) -> Value {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let (guest, workload) = (micros(self.guest), micros(self.workload));
+        let mut data = json!({ "snapshot": snapshot, "guest_stop_us": guest, "workload_stop_us": workload });
+        if let (Some(data), Some(parts)) = (data.as_object_mut(), self.parts) {
+            data.insert("guest_stop_ns".into(), json!(parts));
+        }
+        data
+    }
+}
 
 impl Shared {
     /// Saves the machine and gives the snapshot's id. It then goes on, if it did before.
-    pub(super) fn save(&self, name: Option<&str>) -> Result<String, Failed> {
+    pub(super) fn save(&self, name: Option<&str>, manner: Manner) -> Result<String, Failed> {
         let _turn = self.epochs.turn()?;
-        self.save_in_turn(name, true)
+        self.save_in_turn(name, manner)
     }
 
-    fn save_in_turn(&self, name: Option<&str>, goes_on: bool) -> Result<String, Failed> {
+    fn save_in_turn(&self, name: Option<&str>, manner: Manner) -> Result<String, Failed> {
         // Nothing could go on from what has not begun.
         self.main_exec().ok_or("its command has not started yet; try again in a moment")?;
         let text = |error: snapshot::store::StoreError| error.to_string();
@@ -48,34 +102,107 @@ impl Shared {
         let settled = settle(&snapshots, &self.run, &self.spec_now()?, |below| self.meta(Kind::Disk, below));
         settled.map_err(|error| format!("what an earlier save has left: {error}"))?;
         let was_paused = self.epochs.is_paused();
-        let begun = Instant::now();
-        let passing = (goes_on && !was_paused).then(|| self.epochs.pass());
-        if !was_paused {
-            self.stop_machine()?;
-        }
-        let stopped = Instant::now();
-        let written = self.write(&snapshots, name);
-        let guest_stop = stopped.elapsed();
-        let (written, went_on) = match written {
-            Err(why) if was_paused => return Err(why),
-            Err(why) => return Err(self.go_on_after(why)),
-            Ok(written) if goes_on && !was_paused => (written, self.start_machine(self.epochs.number())),
-            Ok(written) => (written, Ok(())),
+        let prepared = self.prepare(&snapshots, name)?;
+        let (snapshot, went_on) = if manner == Manner::Live && !was_paused {
+            self.save_live(prepared)?
+        } else {
+            self.save_still(prepared, was_paused, manner == Manner::Ends)?
         };
-        drop(passing);
-        let workload_stop = begun.elapsed();
         // What was to end with its snapshot goes on without one, and is not left standing.
-        let or_go_on = |why| if goes_on || was_paused { why } else { self.go_on_after(why) };
-        let snapshot = self.publish(written).map_err(or_go_on)?;
+        let or_go_on = |why| if manner != Manner::Ends || was_paused { why } else { self.go_on_after(why) };
         let id = snapshot.id().to_owned();
-        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        let times =
-            json!({ "snapshot": id, "guest_stop_us": micros(guest_stop), "workload_stop_us": micros(workload_stop) });
-        self.events.add("snapshot.published", times);
         snapshot.seal(&mut |_| ()).map_err(text).map_err(or_go_on)?;
         self.events.add("snapshot.saved", json!({ "snapshot": id }));
         went_on.map_err(|why| format!("saved as snapshot {id}, but {why}"))?;
         Ok(id)
+    }
+
+    /// Saves a machine that goes on while its memory is written: whether it did comes beside the snapshot.
+    fn save_live(&self, prepared: Prepared<'_>) -> Result<(Snapshot, Result<(), String>), Failed> {
+        let Prepared { pending, mut layer, files, network } = prepared;
+        let room = self.epochs.make_room(&self.spec.machine)?;
+        let begun = Instant::now();
+        let passing = self.epochs.pass();
+        self.stop_machine()?;
+        // While the guest stands still: what its connections have come to is part of what is saved.
+        let taken = self.network.save(network.as_fd()).and_then(|()| {
+            let _put_forward = self.epochs.put_forward()?;
+            let asked = self.epochs.begin_to_ask(&Request::SaveLive, &files.each_ref().map(File::as_fd))?;
+            // Until it is known that the disk does not go on in the new layer, it may.
+            layer.used = true;
+            let taken = asked.wait(None, |event| match event {
+                Event::Taken(parts) => Some(Ok(parts)),
+                Event::SaveFailed { error } => Some(Err(printable(&error))),
+                _ => None,
+            })?;
+            layer.used = taken.is_ok();
+            Ok((asked, taken?))
+        });
+        let (asked, parts) = match taken {
+            Ok(taken) => taken,
+            Err(why) => return Err(self.go_on_after(why)),
+        };
+        // After the machine's state: what its guest was told to have arrived is surely counted. Before its workload goes on, of
+        // which nothing more may be.
+        let streams = self.streams();
+        let went_on = self.thaw(self.epochs.number());
+        drop(passing);
+        let stops = Stops { guest: Duration::from_nanos(parts.total()), workload: begun.elapsed(), parts: Some(parts) };
+        self.events.add("snapshot.taken", stops.json(pending.id()));
+        let written = asked.wait(None, of_the_save).and_then(|written| written);
+        drop((asked, files));
+        let snapshot = match written {
+            Ok(()) => self.publish(pending, &streams, &layer),
+            Err(why) => {
+                drop(pending);
+                Err(why)
+            }
+        };
+        // When what was written is on the medium, or gone: what is not takes room.
+        drop(room);
+        let snapshot = snapshot.map_err(|why| match &went_on {
+            Ok(()) => why,
+            Err(also) => format!("{why}; and {also}"),
+        })?;
+        self.events.add("snapshot.published", stops.json(snapshot.id()));
+        Ok((snapshot, went_on))
+    }
+
+    /// Saves a machine that stands still until its memory is written.
+    fn save_still(
+        &self,
+        prepared: Prepared<'_>,
+        was_paused: bool,
+        ends: bool,
+    ) -> Result<(Snapshot, Result<(), String>), Failed> {
+        let Prepared { pending, mut layer, files, network } = prepared;
+        let begun = Instant::now();
+        let passing = (!ends && !was_paused).then(|| self.epochs.pass());
+        if !was_paused {
+            self.stop_machine()?;
+        }
+        let stopped = Instant::now();
+        let files = files.each_ref().map(File::as_fd);
+        let written = self.network.save(network.as_fd());
+        let written = written.and_then(|()| self.epochs.ask(&Request::Save, &files, None, of_the_save)?);
+        let guest = stopped.elapsed();
+        let went_on = match written {
+            Err(why) if was_paused => return Err(why),
+            Err(why) => return Err(self.go_on_after(why)),
+            Ok(()) => {
+                layer.used = true;
+                if was_paused || ends { None } else { Some(()) }
+            }
+        };
+        // After the machine: what its guest was told to have arrived is surely counted.
+        let streams = self.streams();
+        let went_on = went_on.map_or(Ok(()), |()| self.start_machine(self.epochs.number()));
+        drop(passing);
+        let stops = Stops { guest, workload: begun.elapsed(), parts: None };
+        let snapshot = self.publish(pending, &streams, &layer);
+        let snapshot = snapshot.map_err(|why| if ends && !was_paused { self.go_on_after(why) } else { why })?;
+        self.events.add("snapshot.published", stops.json(snapshot.id()));
+        Ok((snapshot, went_on))
     }
 
     /// Saves the machine again and again, until it has ended. One that fails is in the event log; the next one is tried.
@@ -87,7 +214,7 @@ impl Shared {
             }
             // One that stands still has been saved as it is, or can be.
             if !self.epochs.is_paused()
-                && let Err(why) = self.save(None)
+                && let Err(why) = self.save(None, Manner::Live)
                 && !self.epochs.has_ended()
             {
                 self.events.add("snapshot.failed", json!({ "why": why }));
@@ -99,71 +226,49 @@ impl Shared {
     pub(super) fn save_and_end(&self, name: Option<&str>) -> Result<String, Failed> {
         // Until the end is under way: resumed in between, it would run past what was saved.
         let _turn = self.epochs.turn()?;
-        let id = self.save_in_turn(name, false)?;
+        let id = self.save_in_turn(name, Manner::Ends)?;
         self.tell_main(|done| Happening::Saved { snapshot: id.clone(), done })?;
         Ok(id)
     }
 
-    /// Writes the stopped machine's state and memory, and cuts its disk.
-    fn write(&self, snapshots: &Snapshots, name: Option<&str>) -> Result<Written, Failed> {
+    /// Makes what the machine is about to be written to.
+    fn prepare(&self, snapshots: &Snapshots, name: Option<&str>) -> Result<Prepared<'_>, Failed> {
         let text = |error: &dyn std::fmt::Display| error.to_string();
-        let chain = Chain::read(&self.run.chain()).map_err(|error| text(&error))?;
-        let Some((ChainLayer::Own(frozen), below)) = chain.layers.split_last() else {
+        let before = Chain::read(&self.run.chain()).map_err(|error| text(&error))?;
+        let Some((ChainLayer::Own(frozen), below)) = before.layers.split_last() else {
             return Err("its disk has no layer of its own".to_owned());
         };
         if below.iter().any(|layer| matches!(layer, ChainLayer::Own(_))) {
             return Err("its disk has more than one layer of its own, which a snapshot cannot hold".to_owned());
         }
-        if chain.layers.len().saturating_add(2) >= MAX_LAYERS {
+        if before.layers.len().saturating_add(2) >= MAX_LAYERS {
             return Err(format!(
                 "its disk has {} layers, as many as may be; flatten the snapshot that it began with (bulkhead snapshot \
                  flatten), and start from that",
-                chain.layers.len()
+                before.layers.len()
             ));
         }
         let frozen = frozen.clone();
         let pending = snapshots.begin(name).map_err(|error| text(&error))?;
+        let create = |name| pending.create(name).map_err(|error| text(&error));
+        let (state, memory, network) = (create("state")?, create("memory")?, create("net.json")?);
+        pending.write("spec.json", &self.spec_now()?).map_err(|error| text(&error))?;
+        // The layer that is about to be frozen: where it cannot be taken in, nothing is cut.
+        let data = own(self.run.path(), &frozen);
+        pending.link_disk(&data, &data.with_extension("map")).map_err(|error| text(&error))?;
+        // What is on its way to the medium now is not when the machine stands still.
+        let synced = open_plainly(&data, OFlags::RDONLY).and_then(|file| File::from(file).sync_data());
+        synced.map_err(|error| format!("{}: {error}", data.display()))?;
+        let pagemap = self.epochs.pages.open().map_err(|error| format!("its VMM's page map: {error}"))?;
         let stem = frozen.parse::<u64>().unwrap_or(0).saturating_add(1).to_string();
         let live = own(self.run.path(), &stem);
         let durable = !self.spec.ephemeral;
-        let layer = layers::make(&live, self.spec.machine.disk, durable).map_err(|error| text(&error))?;
-        let mut longer = chain.clone();
-        longer.layers.push(ChainLayer::Own(stem));
-        let saved = longer
-            .write(&self.run.chain())
-            .map_err(|error| text(&error))
-            .and_then(|()| self.write_files(&pending, &own(self.run.path(), &frozen), &layer));
-        match saved {
-            // After the machine: what its guest was told to have arrived is surely counted.
-            Ok(()) => Ok(Written { pending, streams: self.streams(), chain: longer, frozen }),
-            Err(why) => {
-                // An empty layer more would not change the disk.
-                if chain.write(&self.run.chain()).is_ok() {
-                    remove_layer(&live);
-                }
-                Err(why)
-            }
-        }
-    }
-
-    /// The machine last: whatever fails before, its disk is not cut, and the new layer is of no use. After it nothing may fail,
-    /// for the disk goes on in that layer.
-    fn write_files(&self, pending: &Pending, frozen: &Path, layer: &(File, File)) -> Result<(), Failed> {
-        let text = |error: &dyn std::fmt::Display| error.to_string();
-        let create = |name| pending.create(name).map_err(|error| text(&error));
-        let (state, memory, network) = (create("state")?, create("memory")?, create("net.json")?);
-        self.network.save(network.as_fd())?;
-        pending.write("spec.json", &self.spec_now()?).map_err(|error| text(&error))?;
-        // The layer that is about to be frozen: where it cannot be taken in, nothing is cut.
-        pending.link_disk(frozen, &frozen.with_extension("map")).map_err(|error| text(&error))?;
-        let pagemap = self.epochs.pagemap().map_err(|error| format!("its VMM's page map: {error}"))?;
-        let files: [BorrowedFd<'_>; 5] =
-            [state.as_fd(), memory.as_fd(), pagemap.as_fd(), layer.0.as_fd(), layer.1.as_fd()];
-        self.epochs.ask(&Request::Save, &files, None, |event| match event {
-            Event::Saved(_) => Some(Ok(())),
-            Event::SaveFailed { error } => Some(Err(printable(&error))),
-            _ => None,
-        })?
+        let (data, map) = layers::make(&live, self.spec.machine.disk, durable).map_err(|error| text(&error))?;
+        let mut chain = before.clone();
+        chain.layers.push(ChainLayer::Own(stem));
+        let layer = NewLayer { run: &self.run, before, chain, frozen, live, used: false };
+        layer.chain.write(&self.run.chain()).map_err(|error| text(&error))?;
+        Ok(Prepared { pending, layer, files: [state, memory, pagemap, data, map], network })
     }
 
     /// The spec with the policy that is in force.
@@ -200,11 +305,10 @@ impl Shared {
     }
 
     /// Makes a snapshot of what was written, and has the run's disk stand on it.
-    fn publish(&self, written: Written) -> Result<Snapshot, Failed> {
+    fn publish(&self, pending: Pending, streams: &Streams, layer: &NewLayer<'_>) -> Result<Snapshot, Failed> {
         let text = |error: snapshot::store::StoreError| error.to_string();
-        let Written { pending, streams, chain, frozen } = written;
-        let data = own(self.run.path(), &frozen);
-        let streams = serde_json::to_vec(&streams).map_err(|error| error.to_string())?;
+        let NewLayer { chain, frozen, .. } = layer;
+        let streams = serde_json::to_vec(streams).map_err(|error| error.to_string())?;
         pending.write(STREAMS, &streams).map_err(text)?;
         let below = chain.layers.iter().filter_map(|layer| match layer {
             ChainLayer::Snapshot(id) => Some(id.clone()),
@@ -212,15 +316,24 @@ impl Shared {
         });
         let snapshot = pending.publish(self.meta(Kind::Full, below.collect())).map_err(text)?;
         // The run's disk now stands on the snapshot's layer, which is the same file.
-        let moved = |layer: ChainLayer| match layer {
+        let moved = |layer: &ChainLayer| match layer {
             ChainLayer::Own(stem) if stem == frozen => ChainLayer::Snapshot(snapshot.id().to_owned()),
-            other => other,
+            other => other.clone(),
         };
-        let chain = Chain { layers: chain.layers.into_iter().map(moved).collect() };
+        let chain = Chain { layers: chain.layers.iter().map(moved).collect() };
         if chain.write(&self.run.chain()).is_ok() {
-            remove_layer(&data);
+            remove_layer(&own(self.run.path(), frozen));
         }
         Ok(snapshot)
+    }
+}
+
+/// What the VMM says of a save at its end.
+fn of_the_save(event: Event) -> Option<Result<(), Failed>> {
+    match event {
+        Event::Saved(_) => Some(Ok(())),
+        Event::SaveFailed { error } => Some(Err(printable(&error))),
+        _ => None,
     }
 }
 
@@ -260,7 +373,7 @@ fn settle(
     Ok(())
 }
 
-fn remove_layer(data: &PathBuf) {
+fn remove_layer(data: &Path) {
     let _ = std::fs::remove_file(data);
     let _ = std::fs::remove_file(data.with_extension("map"));
 }

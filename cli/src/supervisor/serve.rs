@@ -19,6 +19,7 @@ use super::connection::Connection;
 use super::ending::exit_of;
 use super::epochs::Epochs;
 use super::network::Orders;
+use super::saving::Manner;
 use crate::environment::merge;
 use crate::events::Events;
 use crate::frame::{Copy, Exec, Exit, Frame, Request, Size};
@@ -205,10 +206,13 @@ fn client(mut stream: UnixStream, shared: &Shared) {
             let note = |id| format!("run {}: paused, and saved as snapshot {id}", shared.spec.id);
             answer(connection, shared, shared.save_and_end(name.as_deref()).map(note));
         }
-        Request::Snapshot { name } => match shared.save(name.as_deref()) {
-            Ok(id) => connection.result(format!("{id}\n").into_bytes()),
-            Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
-        },
+        Request::Snapshot { name, stop } => {
+            let manner = if stop { Manner::Still } else { Manner::Live };
+            match shared.save(name.as_deref(), manner) {
+                Ok(id) => connection.result(format!("{id}\n").into_bytes()),
+                Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
+            }
+        }
         Request::Resume => {
             answer(connection, shared, shared.resume().map(|()| format!("run {}: running", shared.spec.id)));
         }

@@ -14,6 +14,7 @@ const CALLS: &[(&str, c_long)] = calls! {
     clone SYS_clone
     clone3 SYS_clone3
     close SYS_close
+    close_range SYS_close_range
     connect SYS_connect
     epoll_create1 SYS_epoll_create1
     epoll_ctl SYS_epoll_ctl
@@ -76,6 +77,7 @@ const CALLS: &[(&str, c_long)] = calls! {
     statx SYS_statx
     tgkill SYS_tgkill
     uname SYS_uname
+    waitid SYS_waitid
     write SYS_write
     writev SYS_writev
 };
@@ -100,6 +102,7 @@ const ARGUMENTS: &[(&str, &str, Argument)] = &[
     ("mmap", "flags", Argument { index: 3, wide: true }),
     ("mprotect", "prot", Argument { index: 2, wide: true }),
     ("prctl", "op", Argument { index: 0, wide: false }),
+    ("prctl", "signal", Argument { index: 1, wide: true }),
     ("prlimit64", "new", Argument { index: 2, wide: true }),
     ("getsockopt", "level", Argument { index: 1, wide: false }),
     ("getsockopt", "option", Argument { index: 2, wide: false }),
@@ -127,7 +130,7 @@ const CONSTANTS: &[(&str, u64)] = constants! {
     MAP_ANONYMOUS MAP_FIXED MAP_SHARED
     PROT_EXEC
     PR_SET_DUMPABLE PR_SET_NAME PR_SET_NO_NEW_PRIVS PR_SET_PDEATHSIG PR_SET_VMA
-    SIGABRT
+    SIGABRT SIGKILL
     SOCK_DGRAM SOCK_STREAM SOL_SOCKET SO_ERROR SO_KEEPALIVE SO_LINGER
     TCP_KEEPIDLE TCP_NODELAY
 };
@@ -138,6 +141,8 @@ const MORE_CONSTANTS: &[(&str, u64)] = &[
     ("SECCOMP_SET_MODE_FILTER", 1),
     // What glibc's pthread_create asks for: a thread of this process, in every respect.
     ("PTHREAD_FLAGS", 0x003d_0f00),
+    // A copy of this process that shares nothing with it, with a descriptor and SIGCHLD for its end: CLONE_PIDFD.
+    ("COPY_FLAGS", 0x1011),
     // The C library's own signal number 34 is ours to use: it keeps 32 and 33.
     ("SIGRTMIN", 34),
     ("FICLONERANGE", 0x4020_940d),

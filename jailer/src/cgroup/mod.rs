@@ -3,6 +3,7 @@
 //! A supervisor makes a cgroup for its VMM, which is born in it, and removes it afterwards. It holds a lock on the directory
 //! meanwhile, so that a cgroup whose supervisor was killed can be told from one in use, and the next start removes it.
 
+mod memory;
 mod place;
 
 use std::io;
@@ -13,6 +14,7 @@ use std::time::Duration;
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, ResolveFlags, flock, mkdirat, openat2, unlinkat};
 use rustix::io::Errno;
 
+pub use memory::{MemoryLimit, Raised};
 pub use place::{Controller, Place, Unavailable};
 
 /// The period in which a share of CPU time is given, in microseconds.
@@ -125,6 +127,14 @@ impl Cgroup {
         events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0)
     }
 
+    /// Its memory limit, which can be raised for a while: it has this one otherwise.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn memory_limit(&self, usual: u64) -> io::Result<MemoryLimit> {
+        Ok(MemoryLimit::new(self.directory.try_clone()?, self.path.clone(), usual))
+    }
+
     fn limit(&self, limits: &Limits) -> Result<(), CgroupError> {
         self.write("memory.max", &limits.memory.to_string())?;
         // A guest's memory belongs in memory. A kernel that was built without swap has no such file.
@@ -144,11 +154,8 @@ impl Cgroup {
     }
 
     fn write(&self, file: &str, text: &str) -> Result<(), CgroupError> {
-        let write = || rustix::io::write(open_file(self.directory.as_fd(), file, OFlags::WRONLY)?, text.as_bytes());
-        match write() {
-            Ok(_) => Ok(()),
-            Err(error) => Err(CgroupError::File { path: self.path.join(file), error: error.into() }),
-        }
+        write(self.directory.as_fd(), file, text)
+            .map_err(|error| CgroupError::File { path: self.path.join(file), error: error.into() })
     }
 
     fn read(&self, file: &str) -> io::Result<String> {
@@ -221,6 +228,10 @@ fn sweep(parent: BorrowedFd<'_>) {
 /// Whether an open cgroup was not removed meanwhile. While it is locked, nobody else of ours removes it.
 fn exists(directory: BorrowedFd<'_>) -> bool {
     open_file(directory, "cgroup.procs", OFlags::RDONLY).is_ok()
+}
+
+fn write(directory: BorrowedFd<'_>, file: &str, text: &str) -> Result<(), Errno> {
+    rustix::io::write(open_file(directory, file, OFlags::WRONLY)?, text.as_bytes()).map(drop)
 }
 
 fn open_directory(parent: BorrowedFd<'_>, name: &str) -> Result<OwnedFd, Errno> {

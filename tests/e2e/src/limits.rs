@@ -72,7 +72,7 @@ fn a_run_meets_its_limits() {
     assert!(cgroup.starts_with(CGROUPS), "{}", cgroup.display());
     let memory = 128 * MIB + 128 * MIB / 256 + 128 * MIB + 64 * MIB;
     assert_eq!(file(&cgroup, "memory.max"), memory.to_string());
-    assert_eq!(file(&cgroup, "pids.max"), "4");
+    assert_eq!(file(&cgroup, "pids.max"), "5");
     assert_eq!(file(&cgroup, "cpu.max"), "50000 100000");
     assert!(file(&cgroup, "io.max").contains("wbps=4194304"), "{}", file(&cgroup, "io.max"));
     // and that every thread of the VMM is bound by three lists, and has nothing.

@@ -36,6 +36,7 @@ mod jail;
 mod kernel;
 mod kill;
 mod limits;
+mod live;
 mod machine;
 mod network;
 mod refusals;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
         run::TESTS,
         files::TESTS,
         epochs::TESTS,
+        live::TESTS,
         tty::TESTS,
         refusals::TESTS,
         kill::TESTS,

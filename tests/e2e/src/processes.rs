@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -93,6 +94,23 @@ pub(crate) fn child(bulkhead: &Bulkhead, program: &str) -> Process {
         found.is_some()
     });
     found.unwrap()
+}
+
+/// The copy of the only run's VMM that writes its machine out, once there is one: stopped at once.
+pub(crate) fn stopped_writer(bulkhead: &Bulkhead) -> Process {
+    let vmm = vmm(bulkhead).pid;
+    let deadline = Instant::now() + Duration::from_secs(120);
+    loop {
+        // Nothing else, so that it is caught in time.
+        let children = fs::read_to_string(format!("/proc/{vmm}/task/{vmm}/children")).unwrap();
+        if let Some(pid) = children.split_whitespace().next().and_then(|pid| pid.parse().ok()) {
+            let writer = Process { pid, program: "bulkhead-vmm".into(), supervises: false, parent: vmm };
+            writer.send(Signal::STOP);
+            return writer;
+        }
+        assert!(Instant::now() < deadline, "the VMM made no copy of itself");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Waits until none is left.

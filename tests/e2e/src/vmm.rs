@@ -7,7 +7,8 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use vmm_control::{Config, ControlSocket, Event, Request, Restore, Saved, Stats, StopReason};
+use rustix::process::Pid;
+use vmm_control::{Config, ControlSocket, Event, Request, Restore, Saved, Standstill, Stats, StopReason};
 
 /// A running VMM. Dropping it ends the process.
 #[derive(Debug)]
@@ -115,15 +116,42 @@ impl Vmm {
 
     /// Writes the machine out, which stands still. `files` are in the order of [`Request::Save`], without the pagemap.
     pub(crate) fn save(&self, files: &[&File]) -> Result<Saved, String> {
+        self.send_save(&Request::Save, files)?;
+        self.saved()
+    }
+
+    /// Asks for a save, and does not wait.
+    pub(crate) fn send_save(&self, request: &Request, files: &[&File]) -> Result<(), String> {
         let pid = self.process.lock().unwrap().id();
         let pagemap = File::open(format!("/proc/{pid}/pagemap")).map_err(|error| format!("pagemap: {error}"))?;
         let mut descriptors: Vec<BorrowedFd<'_>> = files.iter().map(|file| file.as_fd()).collect();
         descriptors.insert(2.min(files.len()), pagemap.as_fd());
-        self.control.send(&Request::Save, &descriptors).map_err(|error| error.to_string())?;
+        self.control.send(request, &descriptors).map_err(|error| error.to_string())
+    }
+
+    /// Has the machine, which stands still, go on while a copy of the VMM writes it out; `files` as for [`Self::save`]. What became
+    /// of it, [`Self::saved`] says.
+    pub(crate) fn save_live(&self, files: &[&File]) -> Result<Standstill, String> {
+        self.send_save(&Request::SaveLive, files)?;
+        self.wait_for(|event| match event {
+            Event::Taken(parts) => Some(*parts),
+            _ => None,
+        })
+    }
+
+    /// Waits until the machine is written out.
+    pub(crate) fn saved(&self) -> Result<Saved, String> {
         self.wait_for(|event| match event {
             Event::Saved(saved) => Some(*saved),
             _ => None,
         })
+    }
+
+    /// The copy of it that writes the machine out, if there is one now.
+    pub(crate) fn writer(&self) -> Option<Pid> {
+        let id = self.process.lock().unwrap().id();
+        let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).ok()?;
+        Pid::from_raw(children.split_whitespace().next()?.parse().ok()?)
     }
 
     /// Sets the length that files which it writes may have.

@@ -6,6 +6,7 @@
 
 mod ports;
 mod queues;
+mod stamp;
 mod tree;
 
 use std::io::Write;
@@ -23,6 +24,12 @@ fn main() {
         && what == "pattern"
     {
         return pattern(length.parse().unwrap_or(0));
+    }
+    let number = |text: &String| text.parse().unwrap_or(0);
+    match &arguments[..] {
+        [_, what, mib] if what == "stamp" => return stamp::stamp(number(mib)),
+        [_, what, mib, part] if what == "touch" => return stamp::touch(number(mib), number(part)),
+        _ => {}
     }
     if let [_, what, root] = &arguments[..]
         && what == "tree"

@@ -16,6 +16,6 @@ mod socket;
 
 pub use message::{
     BlockStats, Config, Disk, Event, ExitCounts, MAX_CMDLINE, MAX_DISKS, MAX_INITRDS, MAX_LAYERS, MAX_MEMORY_FILES,
-    MAX_VCPUS, MIN_MEMORY, Mark, Net, NetStats, Request, Restore, Saved, Stats, StopReason,
+    MAX_VCPUS, MIN_MEMORY, Mark, Net, NetStats, Request, Restore, Saved, Standstill, Stats, StopReason,
 };
 pub use socket::{ControlError, ControlSocket, MAX_DESCRIPTORS, MAX_MESSAGE};

@@ -41,6 +41,11 @@ pub enum Request {
     /// disk that is not read-only, the data and the map of its next live layer, fresh from `snapshot::disk::create_layer`.
     /// Answered by [`Event::Saved`] or [`Event::SaveFailed`]; until then nothing else is. The machine stays paused.
     Save,
+    /// Only while paused, and with the descriptors of [`Request::Save`]: take the machine's state, give the disks their next
+    /// layers, and go on, while a copy of the VMM writes state and memory out. Answered by [`Event::Taken`] as soon as the machine goes on, and
+    /// then by [`Event::Saved`] or [`Event::SaveFailed`]. [`Event::SaveFailed`] in place of [`Event::Taken`] leaves the machine
+    /// paused, as for a [`Request::Save`]. Until the last answer there is no other save.
+    SaveLive,
     /// Connect to a vsock port of the guest. One descriptor: a connected stream socket, whose other end
     /// the supervisor keeps. It is held until the guest's vsock driver is up, and while the machine is paused. A refusal
     /// closes it.
@@ -127,8 +132,12 @@ pub enum Event {
     /// The machine was written out. Its disks go on in the layers that came with the request; those below them are part of what
     /// was saved, and never change again. Nothing was synced but the layer below: the supervisor syncs the files.
     Saved(Saved),
-    /// It was not. The machine is still paused, and whole: its disks are as they were, and neither the files nor the layers that
-    /// came with the request are of any use.
+    /// The machine goes on after a [`Request::SaveLive`], its disks in the layers that came with it. What was saved is of the moment
+    /// before; it is being written.
+    Taken(Standstill),
+    /// It was not written out. The machine is still paused, and whole: its disks are as they were, and neither the files nor the layers
+    /// that came with the request are of any use. After [`Event::Taken`], however, it runs, and its disks are in the new layers
+    /// for good: the files alone are of no use.
     SaveFailed {
         /// Names the thing and the reason.
         error: String,
@@ -162,6 +171,32 @@ pub struct Saved {
     pub state_bytes: u64,
     /// Bytes in the memory file that are not a hole. Its length is that of the guest's memory.
     pub memory_bytes: u64,
+}
+
+/// How long a machine stood still for a live save: parts that follow each other, in nanoseconds of the host's monotonic clock.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Standstill {
+    /// From the request to pause until the vCPUs had left the guest and the devices held nothing.
+    pub quiesce: u64,
+    /// Until the request to save.
+    pub request: u64,
+    /// The disks were flushed, and got their new layers.
+    pub disks: u64,
+    /// The state was taken.
+    pub state: u64,
+    /// The VMM was copied.
+    pub fork: u64,
+    /// Clocks, devices and vCPUs went on.
+    pub resume: u64,
+}
+
+impl Standstill {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        let Self { quiesce, request, disks, state, fork, resume } = *self;
+        [quiesce, request, disks, state, fork, resume].into_iter().fold(0, u64::saturating_add)
+    }
 }
 
 /// Why a machine ended.
