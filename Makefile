@@ -68,8 +68,8 @@ lint:
 	@$(rig)/lint
 
 bench: build
-	@cargo build --release --locked -p probe
-	@mkdir -p "$(dist)/test" && install -m 755 "$(release)/probe" "$(release)/jail-cost" "$(dist)/test/"
+	@cargo build --release --locked -p probe -p payload
+	@mkdir -p "$(dist)/test" && install -m 755 "$(release)/probe" "$(release)/jail-cost" "$(release)/payload" "$(dist)/test/"
 	@home=$$($(rig)/state.sh busybox fio) && \
 	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" tests/bench/run
 
