@@ -22,6 +22,7 @@ mod store;
 mod supervisor;
 mod terminal;
 mod units;
+mod upstream;
 
 use std::ffi::OsString;
 use std::process::ExitCode;

@@ -8,6 +8,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -29,6 +30,8 @@ pub(crate) const VMM_JAIL: &str = "jail.json";
 pub(crate) const FILTER_JAIL: &str = "jail-net.json";
 /// The policy that was set while the run lived, if one was.
 const POLICY: &str = "policy.json";
+/// The proxy that its connections go through, if one was set when its network was made.
+const PROXY: &str = "proxy.json";
 /// In a run's directory: what says that it goes when the run ends.
 const EPHEMERAL: &str = "ephemeral";
 /// In a run's directory: how it is.
@@ -355,6 +358,26 @@ impl RunDirectory {
     /// Writes down that another policy is in force.
     pub(crate) fn write_policy(&self, policy: &SetPolicy, durable: bool) -> Result<(), HomeError> {
         write_json(&self.0, POLICY, policy, durable)
+    }
+
+    /// The proxy that its connections go through, or went.
+    pub(crate) fn proxy(&self) -> Result<Option<SocketAddr>, HomeError> {
+        match read_json(&self.0.join(PROXY)) {
+            Err(HomeError::Io { error, .. }) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    /// Writes down which proxy its connections go through from now on, if through any.
+    pub(crate) fn write_proxy(&self, proxy: Option<SocketAddr>) -> Result<(), HomeError> {
+        let path = self.0.join(PROXY);
+        match proxy {
+            Some(proxy) => write_json(&self.0, PROXY, &proxy, false),
+            None => match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at(&path)(error)),
+                _ => Ok(()),
+            },
+        }
     }
 
     /// Writes the state: whole or not at all, and on the medium if `durable`. Also where the host's file system is

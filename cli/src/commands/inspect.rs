@@ -44,6 +44,7 @@ pub(crate) fn inspect(args: &Inspect) -> Result<u8, String> {
             "events": directory.join(crate::events::LOG),
             "processes": processes(&run),
             "policy": policy(&run),
+            "proxy": proxy(&run),
             "spec": run.spec,
         }));
     }
@@ -79,6 +80,11 @@ fn policy(run: &Listed) -> Value {
     let allow: Vec<&str> = policy.rules.iter().map(|rule| rule.text.as_str()).collect();
     let deny: Vec<&str> = policy.denials.iter().map(|denial| denial.text.as_str()).collect();
     json!({ "generation": generation, "allow": allow, "deny": deny })
+}
+
+/// The proxy that all its connections go through, or went; nothing if there is none. An error if that cannot be known.
+fn proxy(run: &Listed) -> Value {
+    run.directory.proxy().map_or_else(|error| json!({ "error": error.to_string() }), |proxy| json!(proxy))
 }
 
 fn process(program: &str, jailed: &Jailed, seen: &Seen) -> Value {

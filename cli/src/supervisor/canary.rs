@@ -31,7 +31,8 @@ pub(crate) fn try_out(jailer: &Path, filter: &Path) -> Result<(), String> {
     listener.set_nonblocking(true).map_err(|error| format!("a listener: {error}"))?;
     let port = listener.local_addr().map_err(|error| format!("a listener: {error}"))?.port();
     let (control, theirs) = ControlSocket::pair().map_err(|error| error.to_string())?;
-    let link = begin(&control, &SetPolicy { generation: 1, policy: Policy::default() }, &[], None).map_err(text)?;
+    let link =
+        begin(&control, &SetPolicy { generation: 1, policy: Policy::default() }, (&[], None), None).map_err(text)?;
     let started = jail::start_bare_filter(jailer, filter, std::os::fd::AsFd::as_fd(&theirs));
     let (_user, mut jailed) = started.map_err(|error| error.to_string())?;
     drop(theirs);

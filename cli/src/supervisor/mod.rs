@@ -56,6 +56,7 @@ use crate::frame::{Frame, Request, Size};
 use crate::home::HomeError;
 use crate::spec::{Phase, SetPolicy, Spec, State};
 use crate::store::RunDirectory;
+use crate::upstream;
 
 /// How long we wait for the VMM to say why the machine ended, after its connections broke.
 const WHY_PATIENCE: Duration = Duration::from_secs(2);
@@ -304,7 +305,11 @@ impl<'a> Supervision<'a> {
         let policy = run.policy().map_err(|error| text(&error))?;
         let policy = policy.unwrap_or_else(|| SetPolicy { generation: 1, policy: spec.network.policy.clone() });
         let known = saved.as_ref().and_then(|saved| saved.network.as_deref());
-        let starting = network::start(&ground, run.path(), &machine.jail, &spec.network.netfilter, &policy, known);
+        // The owner's word of today, also for a machine that was saved before it.
+        let proxy = upstream::proxy(run.home()).map_err(|error| text(&error))?;
+        run.write_proxy(proxy).map_err(|error| text(&error))?;
+        let (policy, filter) = ((&policy, proxy), &spec.network.netfilter);
+        let starting = network::start(&ground, run.path(), &machine.jail, filter, policy, known);
         let (starting, link) = starting.map_err(|error| text(&error))?;
         let from = saved.as_ref().map(|saved| &saved.machine);
         let vmm = Vmm::start(&ground, run.path(), machine, &layers, from, Some(&link));
@@ -318,6 +323,9 @@ impl<'a> Supervision<'a> {
                 let missing = json!({ "program": program, "part": part.name(), "why": why });
                 how.events.add("jail.unenforced", missing);
             }
+        }
+        if let Some(proxy) = proxy {
+            how.events.add("net.proxied", json!({ "proxy": proxy }));
         }
         let told = sender.clone();
         // Nobody listens once the run has ended.

@@ -95,7 +95,7 @@ pub(super) fn start(
     directory: &Path,
     jail: &spec::Jail,
     netfilter: &Path,
-    policy: &SetPolicy,
+    (policy, proxy): (&SetPolicy, Option<SocketAddr>),
     known: Option<&Path>,
 ) -> Result<(Starting, Link), NetworkError> {
     let (control, theirs) = ControlSocket::pair()?;
@@ -105,16 +105,16 @@ pub(super) fn start(
 
     // While the jail is built.
     let resolvers = Resolvers::of_the_host();
-    let link = begin(&control, policy, resolvers.known(), known)?;
+    let link = begin(&control, policy, (resolvers.known(), proxy), known)?;
     Ok((Starting { confining, control, resolvers, generation: policy.generation }, link))
 }
 
-/// Asks a filter to serve the guest at the other end of the link.
+/// Asks a filter to serve the guest at the other end of the link, by these resolvers or through this proxy.
 /// `known`: the file of what another filter knew of it.
 pub(super) fn begin(
     control: &ControlSocket,
     policy: &SetPolicy,
-    resolvers: &[SocketAddr],
+    (resolvers, proxy): (&[SocketAddr], Option<SocketAddr>),
     known: Option<&Path>,
 ) -> Result<Link, NetworkError> {
     let system = |what| move |error: Errno| NetworkError::System(what, error.into());
@@ -130,7 +130,7 @@ pub(super) fn begin(
     let routes = routes.map_err(system("netlink socket"))?;
     let generation = policy.generation;
     let policy = in_memory(&policy.policy)?;
-    let config = Config { generation, resolvers: resolvers.to_vec(), proxy: None, restored: known.is_some() };
+    let config = Config { generation, resolvers: resolvers.to_vec(), proxy, restored: known.is_some() };
     let known = known.map(|path| open_plainly(path, OFlags::RDONLY)).transpose();
     let known = known.map_err(|error| NetworkError::System("the network of the snapshot", error))?;
     let mut files = vec![frames.as_fd(), routes.as_fd(), policy.as_fd()];

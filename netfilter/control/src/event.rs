@@ -185,7 +185,7 @@ pub enum Reason {
     Unresolvable,
     /// Nobody answered at the destination.
     Unreachable,
-    /// The upstream proxy refused.
+    /// The upstream proxy refused, or was not there.
     ProxyRefused,
     /// TLS was to be spoken, and something else was.
     NotTls,

@@ -1,6 +1,6 @@
 //! From a SYN to a flow: the policy, the resolver, the classifier, the dial.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
 use std::time::Duration;
 
 use netfilter_control::classify::{self, Reach};
@@ -47,9 +47,9 @@ impl Engine {
             Ok(rule) => rule,
             Err((reason, rule)) => return self.refuse(segment, &dialled, rule, (reason, String::new()), now),
         };
-        let proxied = self.proxy.is_some();
+        let proxy = self.proxy;
         let checked = self.within_limits(now).and_then(|()| match dialled {
-            Dialled::Address(address) => reachable(address, &rule, host, proxied),
+            Dialled::Address(address) => reachable(SocketAddrV4::new(address, port), &rule, host, proxy),
             Dialled::Name(_) => Ok(()),
         });
         if let Err(refusal) = checked {
@@ -149,7 +149,13 @@ impl Engine {
                 match progress {
                     Progress::Pending => {}
                     Progress::Failed(error) => {
-                        self.fail(id, Stage::Dial, (Reason::Unreachable, error.to_string()), host, now);
+                        let refusal = match self.proxy {
+                            Some(proxy) => {
+                                (Reason::ProxyRefused, format!("the proxy {proxy} was not reached: {error}"))
+                            }
+                            None => (Reason::Unreachable, error.to_string()),
+                        };
+                        self.fail(id, Stage::Dial, refusal, host, now);
                     }
                     Progress::Reached(token, address) => {
                         // The policy may have changed since the address was vetted.
@@ -177,11 +183,12 @@ impl Engine {
                 match handshake.step(token, host) {
                     proxy::Progress::Pending if !late => {}
                     proxy::Progress::Pending => {
-                        let refusal = (Reason::ProxyRefused, "the proxy did not answer in time".to_owned());
+                        let refusal = (Reason::ProxyRefused, format!("the proxy {address} did not answer in time"));
                         self.fail(id, Stage::Dial, refusal, host, now);
                     }
-                    proxy::Progress::Refused(detail) => {
-                        self.fail(id, Stage::Dial, (Reason::ProxyRefused, detail), host, now);
+                    proxy::Progress::Refused(what) => {
+                        let refusal = (Reason::ProxyRefused, format!("the proxy {address} {what}"));
+                        self.fail(id, Stage::Dial, refusal, host, now);
                     }
                     proxy::Progress::Open(early) => {
                         let syn = std::mem::take(syn);
@@ -272,12 +279,16 @@ pub(super) fn hint(dialled: &Dialled, port: u16, reason: Reason) -> String {
         (Reason::EncryptedHello, _) => "turn encrypted client hello off, or add +ech to the rule".to_owned(),
         (Reason::NoServerName, _) => "send a server name, or add +nosni to the rule".to_owned(),
         (Reason::Limit, _) => "try again later, with fewer connections".to_owned(),
+        (Reason::ProxyRefused, _) => {
+            "the policy allows it; the host's owner set the proxy, and can tell why it does not".to_owned()
+        }
         _ => String::new(),
     }
 }
 
 /// Whether a `cidr:` rule may reach an address of its block.
-fn reachable(address: Ipv4Addr, rule: &Rule, host: &mut dyn Host, proxied: bool) -> Result<(), Refusal> {
+fn reachable(to: SocketAddrV4, rule: &Rule, host: &mut dyn Host, proxy: Option<SocketAddr>) -> Result<(), Refusal> {
+    let address = *to.ip();
     let Target::Block(block) = &rule.target else {
         return Err((Reason::UnknownAddress, String::new()));
     };
@@ -285,8 +296,16 @@ fn reachable(address: Ipv4Addr, rule: &Rule, host: &mut dyn Host, proxied: bool)
         return Err((Reason::UnknownAddress, String::new()));
     }
     judge(classify::classify_for_block(block, address.into()), address.into())?;
-    // Through a proxy it is not this host that dials.
-    if proxied { Ok(()) } else { own(address.into(), host) }
+    // What a guest could ask of it itself, no policy would see.
+    if proxy == Some(to.into()) {
+        return Err((Reason::ForbiddenAddress, format!("{to} is the upstream proxy")));
+    }
+    match own(address.into(), host) {
+        // It is the proxy that dials, and it may know a way.
+        Err((Reason::Unreachable, _)) if proxy.is_some() => Ok(()),
+        // The proxy may run on this host, or beside it.
+        other => other,
+    }
 }
 
 /// Whether an address that a name resolved to may be dialled.

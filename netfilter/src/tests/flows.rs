@@ -714,38 +714,6 @@ fn terms_end_a_flow() {
     assert!((Duration::from_millis(3900)..Duration::from_millis(4300)).contains(&took), "{took:?}");
 }
 
-#[test]
-fn a_proxy_carries_every_flow_or_none() {
-    let proxy = "10.9.9.9:3128".parse().unwrap();
-    let mut net = Net::new(&format!("{RAW},cidr:93.184.216.0/24:7000+raw"));
-    net.engine.set_proxy(Some(proxy));
-    let flow = net.dial("raw.example.com", 7000);
-    assert_eq!(net.world.dialled, [proxy]);
-    assert!(net.world.asked.is_empty(), "the proxy resolves");
-    assert_eq!(net.state(flow), State::SynSent, "not before the proxy has said yes");
-    assert_eq!(net.received(), b"CONNECT raw.example.com:7000 HTTP/1.1\r\nHost: raw.example.com:7000\r\n\r\n");
-    net.answer(b"HTTP/1.1 200 OK\r\nVia: x\r\n\r\nSSH-2.0-early");
-    assert_eq!(net.state(flow), State::Established);
-    assert_eq!(net.read(flow), b"SSH-2.0-early");
-    let by_address = net.begin(ORIGIN, 7000);
-    assert!(net.received().starts_with(b"CONNECT 93.184.216.34:7000 HTTP/1.1\r\n"));
-    net.answer(b"HTTP/1.1 403 Forbidden\r\n\r\n");
-    assert_eq!(net.state(by_address), State::Closed);
-    assert_eq!(net.refusal(), Some(Reason::ProxyRefused));
-    // What the proxy's own address is to the policy and to this host does not matter.
-    net.world.routes.insert(ORIGIN.into(), Route::Nowhere);
-    net.set_policy(&format!("{RAW},cidr:93.184.216.0/24:7000+raw,!cidr:10.0.0.0/8"));
-    assert_eq!(net.state(flow), State::Established);
-    let silent = net.begin(ORIGIN, 7000);
-    net.pass(Duration::from_secs(11));
-    assert_eq!(net.state(silent), State::Closed);
-    assert_eq!(net.refusal(), Some(Reason::ProxyRefused));
-    net.world.answers.insert(proxy, Answer::Refuse);
-    let flow = net.dial("raw.example.com", 7001);
-    assert_eq!(net.state(flow), State::Closed);
-    assert!(net.world.dialled.iter().all(|address| *address == proxy), "there is no other way out");
-}
-
 /// Row 29: a server that speaks first is heard at once. Row 28: something else than SSH is not passed.
 #[test]
 fn rows_28_29_ssh_speaks_first_and_only_ssh_passes() {

@@ -7,5 +7,6 @@ mod gate;
 mod http;
 mod local;
 mod net;
+mod proxy;
 mod resolver;
 mod tls;

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -38,6 +39,12 @@ impl Filter {
         Self::start_with(rules, None)
     }
 
+    /// The same, but all goes through a proxy.
+    pub(crate) fn start_through(proxy: SocketAddr, rules: &str) -> (Self, Guest) {
+        let policy = serde_json::to_vec(&policy(rules)).unwrap();
+        Self::begin(&policy, None, Some(proxy), |_| ()).unwrap()
+    }
+
     pub(crate) fn start_with(rules: &str, saved: Option<&[u8]>) -> (Self, Guest) {
         Self::try_start(&serde_json::to_vec(&policy(rules)).unwrap(), saved).unwrap()
     }
@@ -51,6 +58,15 @@ impl Filter {
     pub(crate) fn try_start_when(
         policy: &[u8],
         saved: Option<&[u8]>,
+        ready: impl FnOnce(&Child),
+    ) -> Result<(Self, Guest), String> {
+        Self::begin(policy, saved, None, ready)
+    }
+
+    fn begin(
+        policy: &[u8],
+        saved: Option<&[u8]>,
+        proxy: Option<SocketAddr>,
         ready: impl FnOnce(&Child),
     ) -> Result<(Self, Guest), String> {
         let (ours, theirs) = ControlSocket::pair().unwrap();
@@ -71,12 +87,8 @@ impl Filter {
         let mut descriptors = vec![frames.as_fd(), routes.as_fd(), policy.as_fd()];
         let saved = saved.map(memory);
         descriptors.extend(saved.as_ref().map(AsFd::as_fd));
-        let config = Config {
-            generation: 1,
-            resolvers: vec![RESOLVER.parse().unwrap()],
-            proxy: None,
-            restored: saved.is_some(),
-        };
+        let config =
+            Config { generation: 1, resolvers: vec![RESOLVER.parse().unwrap()], proxy, restored: saved.is_some() };
         assert!(filter.control.send(&Request::Start(config), &descriptors).unwrap());
         match filter.wait(|event| matches!(event, Event::Running | Event::Refused { .. })) {
             Event::Refused { error } => {

@@ -12,6 +12,8 @@ pub(crate) const ORIGIN: Ipv4Addr = Ipv4Addr::new(93, 184, 216, 34);
 pub(crate) const RESOLVER: &str = "93.184.216.53:53";
 pub(crate) const HOST: Ipv4Addr = Ipv4Addr::new(89, 1, 0, 1);
 pub(crate) const ROUTER: Ipv4Addr = Ipv4Addr::new(89, 1, 0, 2);
+/// An HTTP proxy, which lets nobody reach anything but one name.
+pub(crate) const PROXY: &str = "89.1.0.2:3128";
 /// Addresses with something behind them that no rule may reach by name.
 const FORBIDDEN: [Ipv4Addr; 3] =
     [Ipv4Addr::new(10, 0, 0, 5), Ipv4Addr::new(169, 254, 169, 254), Ipv4Addr::new(192, 168, 7, 7)];
@@ -127,6 +129,7 @@ fn begin(seen: &Arc<Mutex<Seen>>) {
             echo(stream);
         }
     });
+    serve(PROXY.parse().unwrap(), proxy);
     for address in FORBIDDEN.into_iter().chain([ROUTER]) {
         let seen = seen.clone();
         serve((address, 7000).into(), move |_| seen.lock().unwrap().forbidden += 1);
@@ -177,6 +180,36 @@ fn source(stream: TcpStream) {
         }
         left -= part;
     }
+}
+
+/// Makes a tunnel to a port of one name, and of no other.
+fn proxy(mut stream: TcpStream) {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    // Not a byte of what comes after it.
+    while !head.ends_with(b"\r\n\r\n") {
+        if stream.read(&mut byte).unwrap_or(0) == 0 {
+            return;
+        }
+        head.push(byte[0]);
+    }
+    let line = String::from_utf8(head).unwrap();
+    let target = line.strip_prefix("CONNECT api.example.com:").and_then(|rest| rest.split(' ').next()?.parse().ok());
+    let Some(origin) = target.and_then(|port: u16| TcpStream::connect((ORIGIN, port)).ok()) else {
+        let _ = stream.write_all(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 3\r\n\r\nno\n");
+        return;
+    };
+    if stream.write_all(b"HTTP/1.1 200 Connection established\r\nVia: test\r\n\r\n").is_err() {
+        return;
+    }
+    let (from, to) = (stream.try_clone().unwrap(), origin.try_clone().unwrap());
+    let up = std::thread::spawn(move || {
+        let _ = std::io::copy(&mut &from, &mut &to);
+        let _ = to.shutdown(Shutdown::Write);
+    });
+    let _ = std::io::copy(&mut &origin, &mut &stream);
+    let _ = stream.shutdown(Shutdown::Write);
+    let _ = up.join();
 }
 
 fn web(stream: TcpStream) {

@@ -10,14 +10,14 @@ use netfilter_control::{Cause, Event, Reason, Record, Request};
 use smoltcp::socket::tcp::State;
 
 use crate::filter::{Filter, policy};
-use crate::internet::{HOST, Internet, ORIGIN};
+use crate::internet::{HOST, Internet, ORIGIN, PROXY, ROUTER};
 
 const ALL: &str = "*.example.com:1-65535+raw";
 
 type Test = fn(&mut Internet);
 
 pub(crate) fn run() -> ExitCode {
-    let tests: [(&str, Test); 13] = [
+    let tests: [(&str, Test); 14] = [
         ("bytes_pass_and_directions_end_one_by_one", bytes_pass),
         ("large_transfers_arrive_whole", large_transfers),
         ("a_hundred_connections_at_once", a_hundred_connections),
@@ -25,6 +25,7 @@ pub(crate) fn run() -> ExitCode {
         ("only_allowed_names_are_asked_for", only_allowed_names),
         ("refusals_are_honest", refusals),
         ("protocols_are_checked", protocols),
+        ("a_proxy_carries_all_or_nothing", proxy),
         ("a_policy_is_set_at_run_time", policies),
         ("a_restored_guest_wakes_at_once", restore),
         ("a_start_without_what_it_needs_is_refused", refused_start),
@@ -209,6 +210,36 @@ fn protocols(_: &mut Internet) {
     assert_eq!(guest.read(flow, 14), b"SSH-2.0-test\r\n");
     guest.write(flow, b"SSH-2.0-client\r\n");
     assert_eq!(guest.read(flow, 16), b"SSH-2.0-client\r\n");
+}
+
+fn proxy(internet: &mut Internet) {
+    let before = internet.names().len();
+    let (mut filter, mut guest) = Filter::start_through(PROXY.parse().unwrap(), ALL);
+    let flow = guest.dial("api.example.com", 7000).unwrap();
+    guest.write(flow, b"ping");
+    assert_eq!(guest.read(flow, 4), b"ping");
+    let opened = filter.record(|record| matches!(record, Record::FlowOpened { .. }));
+    let Record::FlowOpened { subject, upstream, .. } = opened else { unreachable!() };
+    assert_eq!((subject.as_str(), upstream), ("api.example.com", PROXY.parse().unwrap()));
+    let flow = guest.dial("api.example.com", 7002).unwrap();
+    guest.write(flow, b"1000000\n");
+    assert_eq!(guest.read(flow, 1_000_000).len(), 1_000_000);
+    let flow = guest.dial("api.example.com", 7001).unwrap();
+    guest.write(flow, &[1; 1_000_000]);
+    guest.end(flow);
+    assert_eq!(guest.read(flow, 100), b"1000000 1000000");
+    // What the proxy refuses, a server that is there included, is not dialled otherwise.
+    for (name, port) in [("api.example.com", 7999), ("other.example.com", 7000), ("private.example.com", 7000)] {
+        assert!(guest.dial(name, port).is_none(), "{name}:{port}");
+        let refused = filter.record(|record| record.reason() == Some(Reason::ProxyRefused));
+        let Record::FlowDenied { detail, .. } = refused else { unreachable!() };
+        assert_eq!(detail, format!("the proxy {PROXY} refused: it said HTTP/1.1 403 Forbidden"));
+    }
+    let (mut filter, mut guest) = Filter::start_through((ROUTER, 3129).into(), ALL);
+    assert!(guest.dial("api.example.com", 7000).is_none(), "nobody is there");
+    filter.record(|record| record.reason() == Some(Reason::ProxyRefused));
+    assert_eq!(internet.names().len(), before, "no resolver was asked");
+    assert_eq!(internet.forbidden(), 0);
 }
 
 fn policies(_: &mut Internet) {
