@@ -43,6 +43,7 @@ mod refusals;
 mod run;
 mod snapshot;
 mod tty;
+mod wayout;
 
 use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
@@ -96,6 +97,7 @@ fn main() -> ExitCode {
         hostile::TESTS,
         image::TESTS,
         network::TESTS,
+        wayout::TESTS,
     ];
     let tests: Vec<Test> = parts.concat();
     if std::env::var_os(ROLE).is_some() {

@@ -35,8 +35,8 @@ const OTHER: &[u8] = include_bytes!("../../../netfilter/fuzz/corpus/hello/other"
 const NAMELESS: &[u8] = include_bytes!("../../../netfilter/fuzz/corpus/hello/nameless");
 
 /// A host with an Internet, in which this process and what it starts are from now on.
-struct World {
-    internet: Internet,
+pub(crate) struct World {
+    pub(crate) internet: Internet,
     /// How many connections the host's own listeners got.
     own: Arc<AtomicUsize>,
     capture: Capture,
@@ -44,7 +44,7 @@ struct World {
 }
 
 impl World {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         private_mounts();
         // SAFETY: this process has one thread, and no descriptors are concerned.
         unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }.unwrap();
@@ -68,7 +68,7 @@ impl World {
     }
 
     /// Nobody was reached who must not be, and nothing was on the wire but this: protocol, address and port of the other side.
-    fn only(&mut self, expected: &[(u8, Ipv4Addr, u16)]) {
+    pub(crate) fn only(&mut self, expected: &[(u8, Ipv4Addr, u16)]) {
         assert_eq!((self.internet.forbidden(), self.own.load(Ordering::Relaxed)), (0, 0));
         let mut seen = self.capture.seen.lock().unwrap().clone();
         seen.retain(|packet| !matches!(packet.as_deref(), Some("arp" | "published")));

@@ -2,12 +2,13 @@
 //!
 //! It is hostile on purpose: it has every right that a guest's root has, and uses it. Started with arguments, it is a
 //! command of a guest whose PID 1 is the agent.
-#![allow(clippy::panic, clippy::cast_possible_truncation, clippy::multiple_unsafe_ops_per_block)]
+#![allow(clippy::panic, clippy::expect_used, clippy::cast_possible_truncation, clippy::multiple_unsafe_ops_per_block)]
 
 mod ports;
 mod queues;
 mod stamp;
 mod tree;
+mod wayout;
 
 use std::io::Write;
 
@@ -35,6 +36,11 @@ fn main() {
         && what == "tree"
     {
         return tree::print(root.as_ref());
+    }
+    if let [_, what, word] = &arguments[..]
+        && what == "wayout"
+    {
+        return wayout::look(word);
     }
     ports::open();
     ports::mark(STARTED);

@@ -24,6 +24,11 @@ pub(crate) fn mark(value: u8) {
     out(MARK_PORT, value);
 }
 
+/// Writes to a port.
+pub(crate) fn put(port: u16, value: u8) {
+    out(port, value);
+}
+
 fn out(port: u16, value: u8) {
     // SAFETY: port writes touch no memory of this process.
     unsafe { std::arch::asm!("out dx, al", in("dx") port, in("al") value, options(nomem, nostack)) };
@@ -34,7 +39,8 @@ fn out32(port: u16, value: u32) {
     unsafe { std::arch::asm!("out dx, eax", in("dx") port, in("eax") value, options(nomem, nostack)) };
 }
 
-fn read(port: u16) -> u8 {
+/// Reads a port.
+pub(crate) fn read(port: u16) -> u8 {
     let value: u8;
     // SAFETY: port reads touch no memory of this process.
     unsafe { std::arch::asm!("in al, dx", in("dx") port, out("al") value, options(nomem, nostack)) };
