@@ -10,6 +10,7 @@
 
 use std::borrow::Cow;
 use std::io::{self, Read, Write};
+use std::net::SocketAddrV4;
 
 use netfilter_control::{MAX_POLICY, Policy};
 use serde::de::DeserializeOwned;
@@ -96,6 +97,13 @@ pub(crate) enum Request {
         name: Option<String>,
         /// Whether it stands still until its memory is written.
         stop: bool,
+    },
+    /// Have the guest look what it reaches. A [`guest::message::Reached`] comes as standard output.
+    Reach {
+        /// A name to resolve.
+        name: String,
+        /// Addresses to connect to.
+        addresses: Vec<SocketAddrV4>,
     },
     /// Let a paused machine go on. The answer is an [`Exit`].
     Resume,

@@ -165,6 +165,8 @@ fn the_doctor_says_what_is_missing_and_how_to_mend_it() {
         "disk",
         "guest-kernel",
         "image",
+        "proxy",
+        "canary",
     ];
     assert_eq!(names, all);
     assert!(checks.iter().all(|check| (check["verdict"] == "ok") == check["mend"].is_null()), "{report}");

@@ -4,6 +4,7 @@
 //! error, never silently dropped. New fields therefore come with a capability or a new protocol version.
 
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddrV4;
 
 /// The vsock port that the agent listens on.
 pub const AGENT_PORT: u32 = 1024;
@@ -13,7 +14,7 @@ pub const VERSIONS: &[u32] = &[1];
 
 /// What this agent can do beyond the bare protocol version. A host checks here before it uses one.
 pub const CAPABILITIES: &[&str] =
-    &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image", "connect", "freeze"];
+    &["exec", "pty", "tar", "tar-glob", "stat", "sync", "poweroff", "build-image", "connect", "freeze", "reach"];
 
 /// Execs that exist at once, running or not yet released. More are refused.
 pub const MAX_EXECS: usize = 64;
@@ -29,6 +30,9 @@ pub const MAX_HOSTNAME: usize = 64;
 
 /// Longest text in an error or a record. Longer ones are cut by their sender and refused by their receiver.
 pub const MAX_TEXT: usize = 1024;
+
+/// Most addresses of a [`ExecKind::Reach`]: each may take a while.
+pub const MAX_ADDRESSES: usize = 16;
 
 /// The first frame of a connection, from the host: it says what the connection is for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -252,6 +256,32 @@ impl ExecSpec {
     pub fn stat(id: impl Into<String>, path: impl Into<String>, follow: bool) -> ExecSpec {
         ExecSpec { id: id.into(), kind: ExecKind::Stat { path: path.into(), follow }, ..ExecSpec::default() }
     }
+
+    /// Writes what the machine reaches, one [`Reached`] in JSON, to stdout.
+    #[must_use]
+    pub fn reach(id: impl Into<String>, name: impl Into<String>, addresses: Vec<SocketAddrV4>) -> ExecSpec {
+        ExecSpec { id: id.into(), kind: ExecKind::Reach { name: name.into(), addresses }, ..ExecSpec::default() }
+    }
+}
+
+/// What a machine reaches.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reached {
+    /// What its name server says of the name, if anything.
+    pub name: Option<Answered>,
+    /// The addresses that took a connection.
+    pub connected: Vec<SocketAddrV4>,
+}
+
+/// A name server's answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Answered {
+    /// Its code: 0 if the name exists, 3 if it does not.
+    pub code: u8,
+    /// How many records came.
+    pub records: u16,
 }
 
 /// What stands at a path.
@@ -324,6 +354,13 @@ pub enum ExecKind {
     Connect {
         /// Which.
         port: u16,
+    },
+    /// Looks whether a name resolves, and which addresses take a connection.
+    Reach {
+        /// What to ask the machine's name server for: labels of letters, digits and `-`.
+        name: String,
+        /// Which, [`MAX_ADDRESSES`] at most.
+        addresses: Vec<SocketAddrV4>,
     },
     /// Looks what stands at a path.
     Stat {
@@ -520,6 +557,9 @@ pub enum SpecError {
         /// What is wrong with it.
         why: &'static str,
     },
+    /// reach: not a name, or over 16 addresses
+    #[error("reach: not a name, or over {MAX_ADDRESSES} addresses")]
+    Reach,
     /// tar and build execs have no terminal
     #[error("tar and build execs have no terminal")]
     TarTerminal,
@@ -549,6 +589,15 @@ impl ExecSpec {
             }
             ExecKind::BuildImage { .. } | ExecKind::Connect { .. } if !self.stdin => return Err(SpecError::TarStdin),
             ExecKind::BuildImage { .. } | ExecKind::Connect { .. } => {}
+            ExecKind::Reach { .. } if self.terminal.is_some() => return Err(SpecError::TarTerminal),
+            ExecKind::Reach { name, addresses } => {
+                let label = |label: &str| {
+                    (1..=63).contains(&label.len()) && label.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-')
+                };
+                if addresses.len() > MAX_ADDRESSES || name.len() > 253 || !name.split('.').all(label) {
+                    return Err(SpecError::Reach);
+                }
+            }
             ExecKind::TarExtract { dir: path }
             | ExecKind::TarCreate { path }
             | ExecKind::TarGlob { pattern: path }
@@ -639,6 +688,12 @@ mod tests {
         assert!(matches!(ExecSpec::tar_glob("a", "/x/[").check(), Err(SpecError::Pattern { .. })));
         assert!(matches!(ExecSpec::stat("a", "x", true).check(), Err(SpecError::Path { .. })));
         assert_eq!(ExecSpec { stdin: false, ..ExecSpec::tar_extract("a", "/x") }.check(), Err(SpecError::TarStdin));
+        let address: SocketAddrV4 = "192.0.2.1:80".parse().unwrap();
+        assert_eq!(ExecSpec::reach("a", "canary.example.com", vec![address; MAX_ADDRESSES]).check(), Ok(()));
+        assert_eq!(ExecSpec::reach("a", "x", vec![address; MAX_ADDRESSES + 1]).check(), Err(SpecError::Reach));
+        for name in ["", "a..b", "a.", "a b", "a\0", &"a".repeat(64), &"a.".repeat(127)] {
+            assert_eq!(ExecSpec::reach("a", name, vec![]).check(), Err(SpecError::Reach), "{name}");
+        }
     }
 
     #[test]

@@ -18,7 +18,7 @@ use super::scope::{self, Start};
 use crate::client::{ClientError, Mode, attach};
 use crate::files::copy::{Guest, Inwards};
 use crate::files::pack::Owner;
-use crate::frame::{Exit, Frame, Request, Size};
+use crate::frame::{Exit, Frame, Request};
 use crate::spec::{Artifacts, Machine, Phase, Spec};
 use crate::store::{RunDirectory, Store};
 use crate::{say, terminal};
@@ -66,8 +66,8 @@ pub(super) fn take_part(
     outcome: &mut Outcome,
 ) -> Result<Exit, String> {
     outcome.id = Some(spec.id.clone());
-    let size = spec.process.tty.then(terminal::size);
-    let launched = launch(directory, spec, size, cold, &lock);
+    let (size, hold) = (spec.process.tty.then(terminal::size), !spec.inputs.is_empty());
+    let launched = launch(directory, spec, Request::Primary { size, hold, cold }, &lock);
     // From here on the supervisor's copy of the lock is the only one.
     drop(lock);
     let (connection, mut log) = match launched {
@@ -117,7 +117,8 @@ pub(super) fn watch(
     cold: bool,
 ) -> Result<Exit, String> {
     let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", spec.id);
-    let launched = launch(directory, spec, None, cold, &lock);
+    let hold = !spec.inputs.is_empty();
+    let launched = launch(directory, spec, Request::Primary { size: None, hold, cold }, &lock);
     drop(lock);
     let (connection, _log) = launched.map_err(|error| {
         let _ = directory.remove();
@@ -146,6 +147,35 @@ pub(super) fn watch(
         clean_up(store, directory);
     }
     ended
+}
+
+/// Starts a run, has somebody look at it when its guest has booted, and ends it. Its command is never started.
+pub(super) fn look_at<T>(
+    store: &Store,
+    directory: &RunDirectory,
+    spec: &Spec,
+    lock: File,
+    look: impl FnOnce() -> Result<T, String>,
+) -> Result<T, String> {
+    let launched = launch(directory, spec, Request::Primary { size: None, hold: true, cold: false }, &lock);
+    drop(lock);
+    let (connection, mut log) = launched.inspect_err(|_| drop(directory.remove()))?;
+    let booted = loop {
+        match Frame::read(&mut &connection) {
+            Ok(Some(Frame::Ready)) => break Ok(()),
+            Ok(Some(Frame::Exit(exit))) => {
+                break Err(exit.error.unwrap_or_else(|| "it ended before its guest had booted".to_owned()));
+            }
+            Ok(Some(_)) => {}
+            Ok(None) => break Err(last_words(&mut log).unwrap_or_else(|| ClientError::Lost.to_string())),
+            Err(error) => break Err(error.to_string()),
+        }
+    };
+    let seen = booted.and_then(|()| look());
+    // Its supervisor takes that for the end of the run.
+    drop(connection);
+    clean_up(store, directory);
+    seen
 }
 
 /// Longest part of a line that is held until the rest comes.
@@ -190,17 +220,10 @@ fn copy_inputs(directory: &RunDirectory, spec: &Spec, notes: &mut Vec<String>) -
 }
 
 /// Starts the run's supervisor, which outlives us, with our connection to it. Its last words, if it dies, are in the file.
-fn launch(
-    directory: &RunDirectory,
-    spec: &Spec,
-    size: Option<Size>,
-    cold: bool,
-    lock: &File,
-) -> Result<(UnixStream, File), String> {
+fn launch(directory: &RunDirectory, spec: &Spec, request: Request, lock: &File) -> Result<(UnixStream, File), String> {
     let text = |error: io::Error| error.to_string();
     let artifacts = spec.artifacts.as_ref().map(open_artifacts).transpose()?;
     let (connection, theirs) = UnixStream::pair().map_err(text)?;
-    let request = Request::Primary { size, hold: !spec.inputs.is_empty(), cold };
     Frame::Request(request).write(&mut &connection).map_err(|error| error.to_string())?;
     let mut descriptors = vec![theirs.as_fd(), lock.as_fd()];
     descriptors.extend(artifacts.as_ref().map(AsFd::as_fd));

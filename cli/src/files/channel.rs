@@ -9,6 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use guest::message::{FileStat, printable};
+use serde::de::DeserializeOwned;
 
 use crate::client::{ClientError, unexpected};
 use crate::frame::{Copy, Exit, Frame, FrameError, Request, STDIN_WINDOW};
@@ -19,8 +20,8 @@ const CHUNK: usize = 64 << 10;
 const MAX_WORDS: usize = 4096;
 /// Most bytes that nobody asked for: words, and output where there is none.
 const MAX_UNASKED: usize = 1 << 20;
-/// Most bytes of a [`FileStat`]: the longest path, and every character of it escaped.
-const MAX_STAT: u64 = 32 << 10;
+/// Most bytes of an answer: a [`FileStat`] with the longest path, every character of it escaped.
+const MAX_ANSWER: u64 = 32 << 10;
 /// How long a guest may take to look at a path. It waits for its disk at most.
 const STAT_PATIENCE: Duration = Duration::from_secs(10);
 /// How long what has to arrive before a command starts may stand still.
@@ -55,10 +56,10 @@ impl Channel {
     /// Asks for a copy on a fresh connection. With a patience, it fails when nothing has moved for so long.
     pub(crate) fn open(
         mut connection: UnixStream,
-        copy: Copy,
+        request: Request,
         patience: Option<Duration>,
     ) -> Result<Self, ClientError> {
-        Frame::Request(Request::Copy(copy)).write(&mut connection)?;
+        Frame::Request(request).write(&mut connection)?;
         let mut channel = Self {
             connection,
             credit: STDIN_WINDOW,
@@ -92,13 +93,22 @@ impl Channel {
         user: Option<&str>,
     ) -> Result<FileStat, String> {
         let stat = Copy::Stat { path: path.to_owned(), follow, user: user.map(str::to_owned) };
-        let mut channel = Self::open(connection, stat, Some(patience)).map_err(|error| error.to_string())?;
+        Self::answer(patience, connection, Request::Copy(stat))
+    }
+
+    /// Asks what is answered in one piece of JSON.
+    pub(crate) fn answer<T: DeserializeOwned>(
+        patience: Duration,
+        connection: UnixStream,
+        request: Request,
+    ) -> Result<T, String> {
+        let mut channel = Self::open(connection, request, Some(patience)).map_err(|error| error.to_string())?;
         // The whole of it is to come by then.
         channel.patience = None;
         let mut text = Vec::new();
-        let read = (&mut channel).take(MAX_STAT.saturating_add(1)).read_to_end(&mut text);
-        if u64::try_from(text.len()).unwrap_or(u64::MAX) > MAX_STAT {
-            return Err(format!("the guest's answer: over {MAX_STAT} bytes, which none has"));
+        let read = (&mut channel).take(MAX_ANSWER.saturating_add(1)).read_to_end(&mut text);
+        if u64::try_from(text.len()).unwrap_or(u64::MAX) > MAX_ANSWER {
+            return Err(format!("the guest's answer: over {MAX_ANSWER} bytes, which none has"));
         }
         // If it has failed, it says why.
         channel.finish()?;
@@ -288,7 +298,8 @@ mod tests {
     #[test]
     fn a_guest_that_talks_without_end_fails_the_copy() {
         let into = |connection| {
-            let mut channel = Channel::open(connection, Copy::In { directory: "/x".into() }, None).unwrap();
+            let mut channel =
+                Channel::open(connection, Request::Copy(Copy::In { directory: "/x".into() }), None).unwrap();
             let sent = io::copy(&mut io::repeat(1), &mut channel).unwrap_err();
             format!("{sent}, {}", channel.finish().unwrap_err())
         };
@@ -297,7 +308,7 @@ mod tests {
             assert!(said.starts_with("the guest goes on talking"), "{said}");
         }
         let out = |connection| {
-            let channel = Channel::open(connection, Copy::Out { path: "/x".into() }, None).unwrap();
+            let channel = Channel::open(connection, Request::Copy(Copy::Out { path: "/x".into() }), None).unwrap();
             channel.finish().unwrap_err()
         };
         assert!(told(out, for_ever(Frame::Stdout(vec![7; 1000]), Duration::ZERO)).contains("goes on talking"));
@@ -324,7 +335,8 @@ mod tests {
             // Now nothing more comes.
             listener.join().unwrap();
         });
-        let mut channel = Channel::open(ours, Copy::In { directory: "/x".into() }, Some(patience)).unwrap();
+        let mut channel =
+            Channel::open(ours, Request::Copy(Copy::In { directory: "/x".into() }), Some(patience)).unwrap();
         let started = Instant::now();
         let error = io::copy(&mut io::repeat(1), &mut channel).unwrap_err();
         assert!(started.elapsed() > Duration::from_millis(1200), "{:?}", started.elapsed());
@@ -352,7 +364,7 @@ mod tests {
             Frame::Exit(Exit { code: 1, ..Exit::default() }).write(&mut theirs).unwrap();
             theirs.shutdown(std::net::Shutdown::Both).unwrap();
         });
-        let mut channel = Channel::open(ours, Copy::In { directory: "/x".into() }, None).unwrap();
+        let mut channel = Channel::open(ours, Request::Copy(Copy::In { directory: "/x".into() }), None).unwrap();
         let error = io::copy(&mut io::repeat(1), &mut channel).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
         assert_eq!(channel.finish().unwrap_err(), "no \u{fffd} room");
@@ -362,7 +374,7 @@ mod tests {
     #[test]
     fn output_comes_whole_and_in_order() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let mut channel = Channel::open(ours, Copy::Out { path: "/x".into() }, None).unwrap();
+        let mut channel = Channel::open(ours, Request::Copy(Copy::Out { path: "/x".into() }), None).unwrap();
         for part in ["one ", "two ", "three"] {
             Frame::Stdout(part.into()).write(&mut theirs).unwrap();
         }
@@ -376,7 +388,7 @@ mod tests {
     #[test]
     fn a_supervisor_that_goes_is_an_error() {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut channel = Channel::open(ours, Copy::Out { path: "/x".into() }, None).unwrap();
+        let mut channel = Channel::open(ours, Request::Copy(Copy::Out { path: "/x".into() }), None).unwrap();
         drop(theirs);
         assert!(channel.read(&mut [0]).is_err());
         assert!(channel.finish().unwrap_err().contains("supervisor"));

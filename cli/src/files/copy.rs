@@ -17,7 +17,7 @@ use super::extract::{Destination, Rules, SAFELY, Shape, Summary};
 use super::pack::{self, Form, Owner, PackError, Packed};
 use super::rules::{Ending, Plan, Source, There, absolute, contents_only, plan, split};
 use super::umask;
-use crate::frame::Copy;
+use crate::frame::{Copy, Request};
 use crate::image::progress::{Counted, Progress};
 use crate::units::show_size;
 
@@ -58,7 +58,7 @@ impl Guest<'_> {
     }
 
     fn channel(&self, copy: Copy, patience: Option<Duration>) -> Result<Channel, String> {
-        Channel::open((self.dial)()?, copy, patience).map_err(|error| error.to_string())
+        Channel::open((self.dial)()?, Request::Copy(copy), patience).map_err(|error| error.to_string())
     }
 
     /// Copies what a run's command waits for into the guest. It may take its time, but not stand still: nobody may be there

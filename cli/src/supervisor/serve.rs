@@ -189,6 +189,9 @@ fn client(mut stream: UnixStream, shared: &Shared) {
             let own = &shared.spec.process;
             run(connection, shared, "exec", |id| another_command(id, exec, own));
         }
+        Request::Reach { name, addresses } => {
+            run(connection, shared, "reach", |id| ExecSpec::reach(id, name, addresses));
+        }
         Request::Copy(copy) => run(connection, shared, "copy", |id| copying(id, copy, &shared.spec.process)),
         Request::Stop { orderly, why } => {
             // The main thread may be ending the run already.
@@ -332,7 +335,7 @@ pub(super) fn command_of(spec: &ExecSpec) -> &str {
         ExecKind::TarExtract { .. } => "copy in",
         ExecKind::TarCreate { .. } | ExecKind::TarGlob { .. } => "copy out",
         ExecKind::Connect { .. } => "port",
-        ExecKind::Stat { .. } => "look",
+        ExecKind::Stat { .. } | ExecKind::Reach { .. } => "look",
         ExecKind::BuildImage { .. } => "build image",
     }
 }

@@ -1,7 +1,7 @@
 //! What a forked copy of the agent does on its way to become a command: into the workload's namespaces (the cgroup it
 //! was born in), user, limits, terminal, directory, and then the program itself.
 
-use super::{connect, image, tarball, user};
+use super::{connect, image, reach, tarball, user};
 use crate::{
     message::{ExecKind, ExecSpec, Resource, Rlimit, StartFailure},
     sys,
@@ -128,6 +128,7 @@ fn start(spec: &ExecSpec, ends: &Ends, place: &Place<'_>) -> Result<std::convert
         ExecKind::TarCreate { path } => finish("bulkhead-tar", ends, || tarball::create(path)),
         ExecKind::TarGlob { pattern } => finish("bulkhead-tar", ends, || tarball::create_matching(pattern)),
         ExecKind::Connect { port } => finish("bulkhead-port", ends, || connect::relay(*port)),
+        ExecKind::Reach { name, addresses } => finish("bulkhead-reach", ends, || reach::look(name, addresses)),
         ExecKind::Stat { path, follow } => finish("bulkhead-stat", ends, || tarball::stat(Path::new(path), *follow)),
     }
 }

@@ -11,6 +11,7 @@ mod image;
 mod machine;
 mod modprobe;
 mod network;
+mod reach;
 mod requests;
 mod server;
 mod tarball;

@@ -1,7 +1,9 @@
 //! What there is to know of this host.
 
 use std::fs::File;
+use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use jailer::Seen;
 use jailer::cgroup::Place;
@@ -9,13 +11,17 @@ use rustix::fs::statvfs;
 use rustix::process::{Resource, getrlimit};
 
 use super::super::scope;
-use super::{Check, judge};
+use super::{Check, Verdict, canary as guest_canary, judge};
 use crate::home::{Home, HomeError, ProgramFiles};
 use crate::image::Images;
 use crate::kernel::{self, host::HostKernel};
 use crate::preflight::{check_kernel, check_limits, open_kvm};
 use crate::supervisor::canary;
 use crate::supervisor::jail::try_out;
+use crate::upstream;
+
+/// How long a proxy may take to take a connection.
+const PROXY_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Every check, in the order in which to mend things.
 pub(super) fn checks() -> Vec<Check> {
@@ -57,7 +63,11 @@ pub(super) fn checks() -> Vec<Check> {
         }
     }
     match Home::find() {
-        Ok(home) => checks.extend(state(&home)),
+        Ok(home) => {
+            checks.extend(state(&home));
+            let well = checks.iter().all(|check| check.verdict != Verdict::Failed);
+            checks.push(judge::canary(well.then(|| try_guest(&home))));
+        }
         Err(error) => {
             checks.push(Check::failed("state", error.to_string(), "set BULKHEAD_HOME to a directory of yours"));
         }
@@ -81,7 +91,23 @@ fn state(home: &Home) -> Vec<Check> {
         Ok(names) => judge::images(&names, path),
         Err(error) => Check::failed("image", error.to_string(), "make it readable for this user, or move it away"),
     };
-    vec![judge::disk(path, space), judge::kernel(kernel, &import), images]
+    let proxy = upstream::proxy(path).map_err(|error| error.to_string());
+    let proxy = judge::proxy(&upstream::path(path), proxy, reach);
+    vec![judge::disk(path, space), judge::kernel(kernel, &import), images, proxy]
+}
+
+/// Whether a proxy takes a connection. It is asked for nothing.
+fn reach(proxy: SocketAddr) -> Result<(), String> {
+    TcpStream::connect_timeout(&proxy, PROXY_PATIENCE).map(drop).map_err(|error| error.to_string())
+}
+
+/// Starts a run of the smallest image, and has its guest look for a way out.
+fn try_guest(home: &Home) -> Result<(), String> {
+    let names = images(home).map_err(|error| error.to_string())?;
+    let store = Images::of(home);
+    let found = names.iter().filter_map(|name| store.find(name).ok());
+    let image = found.min_by_key(|image| image.size).ok_or("there is no image that can be used")?;
+    guest_canary::look(home, &image.name)
 }
 
 /// The images that there are, by name, or by id where they have none.

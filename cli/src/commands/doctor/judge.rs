@@ -1,5 +1,6 @@
 //! What the facts mean, and what to do about them. Pure.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use jailer::cgroup::Unavailable;
@@ -173,6 +174,47 @@ pub(super) fn network(tried: Result<(), String>) -> Check {
     }
 }
 
+/// What came of a run that was allowed nothing; nothing if there was none, since none would start.
+pub(super) fn canary(tried: Option<Result<(), String>>) -> Check {
+    let name = "canary";
+    match tried {
+        Some(Ok(())) => {
+            let found =
+                "a run without network options has an interface; its guest resolves nothing and reaches nothing";
+            Check::ok(name, found)
+        }
+        Some(Err(error)) => {
+            let (found, mend) = with_mend(error, "see what is above, or report this as a fault of ours");
+            Check::failed(name, found, mend)
+        }
+        None => Check::warning(name, "not tried: no run would start", "mend what has FAILED, and try again"),
+    }
+}
+
+/// The proxy that the owner has set in this file, and whether it takes connections.
+pub(super) fn proxy(
+    file: &Path,
+    set: Result<Option<SocketAddr>, String>,
+    reach: impl FnOnce(SocketAddr) -> Result<(), String>,
+) -> Check {
+    let (name, file) = ("proxy", file.display());
+    match set.map(|set| set.map(|address| (address, reach(address)))) {
+        Ok(None) => Check::ok(name, "none is set: what runs may reach, this host connects to"),
+        Ok(Some((address, Ok(())))) => {
+            Check::ok(name, format!("all connections of runs go through {address}, which takes them (set in {file})"))
+        }
+        Ok(Some((address, Err(error)))) => {
+            let found =
+                format!("all connections of runs go through {address} (set in {file}), and are refused: {error}");
+            Check::warning(name, found, "start the proxy, or set another")
+        }
+        Err(error) => {
+            let (found, mend) = with_mend(error, "mend the file");
+            Check::failed(name, format!("{found}: no run starts"), mend)
+        }
+    }
+}
+
 pub(super) fn userfaultfd(allowed: bool, sysctl: &str) -> Check {
     if allowed || sysctl.trim() == "1" {
         Check::ok("userfaultfd", "this user may use it")
@@ -315,6 +357,27 @@ mod tests {
             (refused.found.as_str(), refused.mend.as_deref()),
             ("jail: clone3: not permitted", Some("sysctl -w x=1"))
         );
+    }
+
+    #[test]
+    fn a_proxy_that_is_set_is_told_with_how_it_is() {
+        let (file, address) = (Path::new("/s/network.toml"), "10.0.0.7:3128".parse().unwrap());
+        let unasked = |_| panic!("there is none");
+        assert_eq!(proxy(file, Ok(None), unasked).verdict, Good);
+        let good = proxy(file, Ok(Some(address)), |_| Ok(()));
+        assert!(good.verdict == Good && good.found.contains("through 10.0.0.7:3128"), "{good:?}");
+        let away = proxy(file, Ok(Some(address)), |_| Err("connection refused".into()));
+        assert!(away.verdict == Warning && away.found.ends_with("and are refused: connection refused"), "{away:?}");
+        let wrong = proxy(file, Err("/s/network.toml: line 2: no; docs/egress.md shows it".into()), unasked);
+        assert_eq!((wrong.verdict, wrong.found.as_str()), (Failed, "/s/network.toml: line 2: no: no run starts"));
+        assert_eq!(wrong.mend.as_deref(), Some("docs/egress.md shows it"));
+    }
+
+    #[test]
+    fn a_guest_that_reaches_something_is_a_failure() {
+        assert_eq!(canary(Some(Ok(()))).verdict, Good);
+        assert_eq!(canary(Some(Err("it connected".into()))).verdict, Failed);
+        assert_eq!(canary(None).verdict, Warning);
     }
 
     #[test]

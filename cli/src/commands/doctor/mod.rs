@@ -2,6 +2,7 @@
 //!
 //! Facts are gathered in [`facts`], then judged here by functions that need no host of that kind to be tested.
 
+mod canary;
 mod facts;
 mod judge;
 
