@@ -22,6 +22,8 @@ pub struct World {
     /// Sockets that have news.
     pub ready: Vec<Token>,
     sockets: Vec<Socket>,
+    /// What whoever is dialled says, in pieces of this size, in place of an echo.
+    script: Option<(Vec<u8>, usize)>,
 }
 
 #[derive(Default)]
@@ -36,6 +38,16 @@ struct Socket {
 pub const ORIGIN: IpAddr = IpAddr::V4(std::net::Ipv4Addr::new(93, 184, 216, 34));
 
 impl World {
+    /// A world in which whoever is dialled says this, a piece at a time.
+    pub fn saying(script: &[u8], step: usize) -> Self {
+        Self { script: Some((script.to_vec(), step)), ..Self::default() }
+    }
+
+    /// What was not read of a socket.
+    pub fn unread(&mut self, token: Token) -> Vec<u8> {
+        self.socket(token).map(|socket| socket.unread.clone()).unwrap_or_default()
+    }
+
     fn socket(&mut self, token: Token) -> io::Result<&mut Socket> {
         let socket = self.sockets.get_mut(usize::try_from(token.0).unwrap()).filter(|socket| socket.open);
         socket.ok_or_else(|| io::ErrorKind::NotConnected.into())
@@ -52,7 +64,9 @@ impl World {
 impl Host for World {
     fn connect(&mut self, address: SocketAddr) -> io::Result<Token> {
         self.dialled.push(address);
-        Ok(self.add(Socket { open: true, ..Socket::default() }))
+        let script = self.script.as_ref().map(|(script, _)| script.clone());
+        let finished = script.is_some();
+        Ok(self.add(Socket { open: true, finished, unread: script.unwrap_or_default(), ..Socket::default() }))
     }
 
     fn connected(&mut self, token: Token) -> io::Result<()> {
@@ -64,8 +78,9 @@ impl Host for World {
     }
 
     fn read(&mut self, token: Token, buffer: &mut [u8]) -> io::Result<usize> {
+        let step = self.script.as_ref().map_or(usize::MAX, |(_, step)| *step);
         let socket = self.socket(token)?;
-        let count = buffer.len().min(socket.unread.len());
+        let count = buffer.len().min(socket.unread.len()).min(step);
         if count == 0 {
             return if socket.finished { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) };
         }
@@ -76,6 +91,9 @@ impl Host for World {
 
     fn write(&mut self, token: Token, bytes: &[u8]) -> io::Result<usize> {
         self.ready.push(token);
+        if self.script.is_some() {
+            return Ok(bytes.len());
+        }
         let socket = self.socket(token)?;
         if socket.datagrams {
             // A question: the answer is one A record.
