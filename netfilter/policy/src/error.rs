@@ -79,6 +79,8 @@ const CONTEXT: usize = 60;
 impl fmt::Display for PolicyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Details { origin, line, text, token, message, help } = &*self.0;
+        // Both quote what was given.
+        let [origin, message, help] = [origin, message, help].map(|part| part.chars().map(visible).collect::<String>());
         match line {
             Some(line) => write!(f, "{origin}:{line}: {message}")?,
             None => write!(f, "{origin}: {message}")?,
@@ -128,6 +130,9 @@ mod tests {
     fn no_control_character_is_shown() {
         let text = "a\u{1b}[2Jb\u{202e}c";
         let shown = Fault::new(0..1, "bad", "").locate("--allow", text, false).to_string();
+        assert!(shown.chars().all(|c| c == '\n' || visible(c) == c), "{shown:?}");
+        let quoting = Fault::new(0..1, format!("`{text}` is no name"), format!("not {text}"));
+        let shown = quoting.locate("a\u{1b}b.toml", text, true).to_string();
         assert!(shown.chars().all(|c| c == '\n' || visible(c) == c), "{shown:?}");
     }
 
