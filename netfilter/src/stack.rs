@@ -24,6 +24,9 @@ use crate::wire::{self, Reader};
 pub const BUFFER: usize = 256 << 10;
 /// Frames for the guest that may wait. Beyond, sockets keep what they have.
 const MAX_OUT: usize = 64;
+/// Sockets of connections that are over, kept for new ones. To give their buffers back and take others makes the host's kernel
+/// clear half a MiB, and as much as 2 MiB where it uses huge pages, before the guest hears of its connection.
+const MAX_IDLE: usize = 8;
 
 /// The guest's TCP connections.
 pub struct Stack {
@@ -34,6 +37,8 @@ pub struct Stack {
     spare: Vec<Vec<u8>>,
     /// By connection: the sequence number after the last byte that was sent.
     sent: HashMap<Tuple, u32>,
+    /// Sockets without a connection.
+    idle: Vec<Socket<'static>>,
 }
 
 impl fmt::Debug for Stack {
@@ -57,7 +62,7 @@ impl Stack {
         // Every destination is ours to answer for. Whether it is answered by more than a reset is decided before a
         // socket exists.
         interface.set_any_ip(true);
-        Self { interface, sockets: SocketSet::new(Vec::new()), out, spare, sent }
+        Self { interface, sockets: SocketSet::new(Vec::new()), out, spare, sent, idle: Vec::new() }
     }
 
     /// Takes a segment that the gate has checked. One that belongs to no connection gets a reset.
@@ -69,11 +74,7 @@ impl Stack {
 
     /// Opens the connection that a SYN asked for. `None` if it is no SYN that a connection can begin with.
     pub fn open(&mut self, destination: SocketAddrV4, syn: &[u8], now: Duration) -> Option<SocketHandle> {
-        let buffer = || SocketBuffer::new(vec![0; BUFFER]);
-        let mut socket = Socket::new(buffer(), buffer());
-        // The link is local and loses nothing: there is no gain in waiting.
-        socket.set_nagle_enabled(false);
-        socket.set_ack_delay(None);
+        let mut socket = self.idle.pop().unwrap_or_else(new_socket);
         let endpoint = IpEndpoint::new(IpAddress::Ipv4(*destination.ip()), destination.port());
         socket.listen(endpoint).ok()?;
         let handle = self.sockets.add(socket);
@@ -81,7 +82,7 @@ impl Stack {
         if self.socket(handle).state() == State::SynReceived {
             return Some(handle);
         }
-        self.sockets.remove(handle);
+        self.close(handle);
         None
     }
 
@@ -92,7 +93,12 @@ impl Stack {
 
     /// Forgets a connection. Segments that still come get a reset.
     pub fn close(&mut self, handle: SocketHandle) {
-        self.sockets.remove(handle);
+        let smoltcp::socket::Socket::Tcp(mut socket) = self.sockets.remove(handle);
+        if self.idle.len() < MAX_IDLE {
+            // Only one that is closed can listen anew, and then nothing of it is left but its buffers.
+            socket.abort();
+            self.idle.push(socket);
+        }
     }
 
     /// The sequence number after the last byte that was sent on a connection.
@@ -150,6 +156,15 @@ impl Stack {
             self.spare.push(frame);
         }
     }
+}
+
+fn new_socket() -> Socket<'static> {
+    let buffer = || SocketBuffer::new(vec![0; BUFFER]);
+    let mut socket = Socket::new(buffer(), buffer());
+    // The link is local and loses nothing: there is no gain in waiting.
+    socket.set_nagle_enabled(false);
+    socket.set_ack_delay(None);
+    socket
 }
 
 /// The connection of a segment of ours, and the sequence number after it.

@@ -205,6 +205,7 @@ impl Reactor {
         if self.blocked != was_blocked {
             self.watch(FRAMES, self.blocked)?;
         }
+        self.sockets.tune();
         let behind = !self.send_records()?;
         if behind != self.behind {
             self.behind = behind;

@@ -26,12 +26,14 @@ pub(super) struct Sockets {
     routes: Routes,
     open: HashMap<u64, OwnedFd>,
     next: u64,
+    /// Connections that were just reached, and are as the kernel made them.
+    fresh: Vec<Token>,
 }
 
 impl Sockets {
     /// No sockets yet. Numbers begin at `first`; what is below is the caller's to use with the same epoll instance.
     pub(super) fn new(epoll: OwnedFd, routes: Routes, first: u64) -> Self {
-        Self { epoll, routes, open: HashMap::new(), next: first }
+        Self { epoll, routes, open: HashMap::new(), next: first, fresh: Vec::new() }
     }
 
     /// The epoll instance.
@@ -42,11 +44,6 @@ impl Sockets {
     fn socket(&mut self, address: SocketAddr, kind: SocketType) -> io::Result<Token> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let socket = socket_with(family, kind, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)?;
-        if kind == SocketType::STREAM {
-            sockopt::set_tcp_nodelay(&socket, true)?;
-            sockopt::set_socket_keepalive(&socket, true)?;
-            sockopt::set_tcp_keepidle(&socket, KEEPALIVE)?;
-        }
         match connect(&socket, &address) {
             Ok(()) | Err(Errno::INPROGRESS) => {}
             Err(error) => return Err(error.into()),
@@ -59,6 +56,18 @@ impl Sockets {
         epoll::add(&self.epoll, &socket, epoll::EventData::new_u64(token), interest)?;
         self.open.insert(token, socket);
         Ok(Token(token))
+    }
+
+    /// Has new connections send what they are given at once, and notice when the other side is gone. The guest, which waits for
+    /// its answer, need not wait for this: there is nothing to send yet.
+    pub(super) fn tune(&mut self) {
+        for token in std::mem::take(&mut self.fresh) {
+            let Ok(socket) = self.get(token) else { continue };
+            // A socket of this kind takes these, whatever its state.
+            let _ = sockopt::set_tcp_nodelay(socket, true);
+            let _ = sockopt::set_socket_keepalive(socket, true);
+            let _ = sockopt::set_tcp_keepidle(socket, KEEPALIVE);
+        }
     }
 
     fn get(&self, token: Token) -> io::Result<&OwnedFd> {
@@ -75,7 +84,10 @@ impl Host for Sockets {
         let socket = self.get(token)?;
         sockopt::socket_error(socket)??;
         match getpeername(socket) {
-            Ok(_) => Ok(()),
+            Ok(_) => {
+                self.fresh.push(token);
+                Ok(())
+            }
             Err(Errno::NOTCONN) => Err(io::ErrorKind::WouldBlock.into()),
             Err(error) => Err(error.into()),
         }

@@ -714,6 +714,28 @@ fn terms_end_a_flow() {
     assert!((Duration::from_millis(3900)..Duration::from_millis(4300)).contains(&took), "{took:?}");
 }
 
+/// Sockets of connections that are over are used again, whatever was left in them.
+#[test]
+fn a_connection_has_nothing_of_an_earlier_one() {
+    let mut net = Net::new(RAW);
+    for round in 0..20_u8 {
+        let flow = net.dial("raw.example.com", 7000);
+        assert_eq!(net.state(flow), State::Established);
+        assert_eq!(net.read(flow), b"");
+        net.write(flow, &[round; 1000]);
+        assert_eq!(net.received(), [round; 1000]);
+        net.answer(&[round; 1000]);
+        assert_eq!(net.read(flow), [round; 1000]);
+        // It ends in the middle: neither side takes what the other has sent.
+        net.peer().1.room = Some(0);
+        net.write(flow, &[0xee; 100_000]);
+        net.answer(&[0xdd; 1_000_000]);
+        net.socket(flow).abort();
+        net.settle();
+        assert_eq!(cause(&mut net), Some(Cause::GuestReset));
+    }
+}
+
 /// Row 29: a server that speaks first is heard at once. Row 28: something else than SSH is not passed.
 #[test]
 fn rows_28_29_ssh_speaks_first_and_only_ssh_passes() {
