@@ -718,7 +718,15 @@ fn terms_end_a_flow() {
 #[test]
 fn a_connection_has_nothing_of_an_earlier_one() {
     let mut net = Net::new(RAW);
+    let address = net.lookup("raw.example.com").unwrap();
     for round in 0..20_u8 {
+        // One that is reset before it has opened.
+        net.send(&Tcp::syn((address, 7001)).frame());
+        let (flags, sequence) = net.last_segment(50_000).unwrap();
+        assert_eq!(flags, SYN | ACK);
+        net.send(&Tcp { seq: 1001, ack: sequence + 1, flags: RST | ACK, ..Tcp::syn((address, 7001)) }.frame());
+        assert_eq!(cause(&mut net), Some(Cause::GuestReset));
+
         let flow = net.dial("raw.example.com", 7000);
         assert_eq!(net.state(flow), State::Established);
         assert_eq!(net.read(flow), b"");
@@ -733,6 +741,7 @@ fn a_connection_has_nothing_of_an_earlier_one() {
         net.socket(flow).abort();
         net.settle();
         assert_eq!(cause(&mut net), Some(Cause::GuestReset));
+        net.pass(Duration::from_secs(1));
     }
 }
 
