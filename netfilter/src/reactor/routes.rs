@@ -49,6 +49,8 @@ impl Routes {
     pub(super) fn route(&mut self, address: IpAddr) -> io::Result<Route> {
         match self.ask(address)? {
             Found::Error(_) => Ok(Route::Nowhere),
+            // It lies behind a router, and so is none of this host's, which are beside it.
+            Found::Via(RTN_UNICAST, Some(gateway)) if gateway != address => Ok(Route::Elsewhere),
             Found::Via(RTN_UNICAST, _) => {
                 for nobody in NOBODY.iter().filter(|nobody| nobody.is_ipv4() == address.is_ipv4()) {
                     if self.ask(*nobody)? == Found::Via(RTN_UNICAST, Some(address)) {
