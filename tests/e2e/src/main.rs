@@ -9,6 +9,7 @@ mod bpf;
 mod calls;
 mod cli;
 mod command;
+mod costs;
 mod guest;
 mod host;
 #[allow(
@@ -85,6 +86,7 @@ fn main() -> ExitCode {
         kernel::TESTS,
         machine::TESTS,
         snapshot::TESTS,
+        costs::TESTS,
         run::TESTS,
         files::TESTS,
         epochs::TESTS,

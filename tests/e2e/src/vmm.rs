@@ -5,6 +5,7 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use rustix::process::Pid;
@@ -20,19 +21,31 @@ pub(crate) struct Vmm {
 impl Vmm {
     /// Starts a VMM and sends it the start request. `files` are in the order of [`Request::Start`], without KVM.
     pub(crate) fn start(config: Config, files: &[&File]) -> Result<Self, String> {
-        Self::with(&Request::Start(config), files)
+        Self::with(&Request::Start(config), files, None)
     }
 
     /// Starts a VMM and has it go on with what was saved. `files` are in the order of [`Request::Restore`], without KVM.
     pub(crate) fn restore(config: Config, files: &[&File]) -> Result<Self, String> {
-        Self::with(&Request::Restore(Restore { config, memory_files: 1 }), files)
+        Self::with(&Request::Restore(Restore { config, memory_files: 1 }), files, None)
     }
 
-    fn with(request: &Request, files: &[&File]) -> Result<Self, String> {
+    /// As [`Self::restore`], with every system call noted in `log` by strace.
+    pub(crate) fn restore_traced(config: Config, files: &[&File], log: &Path) -> Result<Self, String> {
+        Self::with(&Request::Restore(Restore { config, memory_files: 1 }), files, Some(log))
+    }
+
+    fn with(request: &Request, files: &[&File], log: Option<&Path>) -> Result<Self, String> {
         let binary = crate::host::program("lib/bulkhead/bulkhead-vmm");
         let (ours, theirs) = ControlSocket::pair().map_err(|error| error.to_string())?;
         let theirs: OwnedFd = theirs.as_fd().try_clone_to_owned().map_err(|error| error.to_string())?;
-        let mut command = Command::new(&binary);
+        let mut command = match log {
+            None => Command::new(&binary),
+            Some(log) => {
+                let mut command = Command::new("/usr/bin/strace");
+                command.args(["-f", "-qq", "-e", "signal=none", "-s", "64", "-o"]).arg(log).arg(&binary);
+                command
+            }
+        };
         command.env_clear().stdin(Stdio::null());
         let place = move || {
             // SAFETY: whatever descriptor 3 is in the child is replaced, and is nobody's to close.
