@@ -13,7 +13,7 @@ const MOST: u16 = 8;
 /// Batches between two attempts to make them larger, after one that failed: an attempt in vain costs a wait. After several
 /// that failed there are more, up to [`MOST_PATIENCE`].
 const PATIENCE: u16 = 64;
-const MOST_PATIENCE: u16 = 4096;
+const MOST_PATIENCE: u16 = 1024;
 /// What a request is taken to need at most, with all that the guest does about it: so nothing is held back for longer than
 /// four times this.
 const MOST_PACE: Duration = Duration::from_millis(2);
@@ -53,10 +53,11 @@ impl Batch {
         (self.pace / 4).max(SHORTEST)
     }
 
-    /// So many were done, and the guest was told, so long after it was told the last time.
-    pub(super) fn reached(&mut self, done: u16, took: Duration) {
+    /// So many were done, and the guest was told, so long after it was told the last time; whether `more` wait already, which
+    /// shows that it has more under way.
+    pub(super) fn reached(&mut self, done: u16, took: Duration, more: bool) {
         self.learn_pace(done, took);
-        if self.patience == 0 {
+        if self.patience == 0 || more {
             if self.target > 1 {
                 self.next_patience = PATIENCE;
             }
@@ -96,7 +97,7 @@ mod tests {
                 in_vain += 1;
                 batch.fell_short(done, EACH * u32::from(done));
             } else {
-                batch.reached(done, EACH * u32::from(done));
+                batch.reached(done, EACH * u32::from(done), false);
             }
             told.push(done);
         }
@@ -126,7 +127,7 @@ mod tests {
     fn the_wait_follows_the_pace_and_is_bounded() {
         let mut batch = Batch::new();
         for _ in 0..40 {
-            batch.reached(8, EACH * 8);
+            batch.reached(8, EACH * 8, false);
         }
         let wait = batch.wait();
         assert!(wait >= EACH * 4 && wait <= EACH * 5, "{wait:?}");
@@ -134,6 +135,18 @@ mod tests {
             batch.fell_short(1, Duration::from_secs(3600));
         }
         assert!(batch.wait() <= Duration::from_millis(8), "{:?}", batch.wait());
-        batch.reached(0, Duration::MAX);
+        batch.reached(0, Duration::MAX, false);
+    }
+
+    #[test]
+    fn a_guest_that_takes_up_more_is_noticed_at_once() {
+        let mut batch = Batch::new();
+        for _ in 0..10 {
+            batch.fell_short(1, EACH);
+        }
+        batch.reached(1, EACH, false);
+        assert_eq!(batch.target(), 1);
+        (0..3).for_each(|_| batch.reached(1, EACH, true));
+        assert_eq!(batch.target(), 8);
     }
 }

@@ -134,9 +134,10 @@ impl Server {
                 untold = untold.saturating_add(1);
                 if untold >= batch {
                     self.tell_guest(queue)?;
-                    self.batch.reached(untold, told.elapsed());
+                    let more = half_of_waiting(ram, queue)?;
+                    self.batch.reached(untold, told.elapsed(), more > 0);
                     (untold, told) = (0, Instant::now());
-                    batch = half_of_waiting(ram, queue)?.max(self.batch.target());
+                    batch = more.max(self.batch.target());
                 }
             }
             let served = begun.elapsed();
