@@ -1,5 +1,6 @@
 //! Tests at the level of bytes. Each that answers a row of the catalogue of attacks names it.
 
+mod catalogue;
 mod dns;
 mod flows;
 mod frames;
