@@ -4,7 +4,7 @@
 # leaves no older kernel.
 #
 #   kernels/         imported from Debian's packages by bulkhead; the newest with all of its modules
-#   images/          imported by bulkhead from the root tars that resources/images makes
+#   images/          imported by bulkhead from the root tars that the recipes in resources/images and tests/images make
 #   packages/        the packages' files, and "unpacked", another kernel with its modules: what the tests import
 set -euo pipefail
 . "$(dirname "$(readlink -f "$0")")/common.sh"
@@ -55,31 +55,40 @@ find "$home/packages" -name '.*' -type f -mtime +30 -delete
 ln -sfnT "$("$tree/resources/kernels/package.sh" "$host_series")" "$home/packages/unpacked"
 
 # Root tars are made by recipes; bulkhead makes images of them, which takes guests. What they were made from names them.
-recipes=$tree/resources/images
+shared=$tree/resources/images
 builder=$(sed -n 's/^pub const BUILDER_VERSION.*= \(.*\);/\1/p' "$tree/guest/src/build.rs")
 wanted=() missing=()
 for image; do
     case $image in
     fio) "$rig/need" fio ;;
     debian) "$rig/need" mmdebstrap ;;
+    nettools)
+        "$rig/need" mmdebstrap
+        command -v npm >/dev/null || "$rig/need" npm
+        ;;
     esac
+    parts=("$shared/$image.sh")
     # No larger than needed: an image is hashed before its first use after a start of the host, and each boot of the rig is
     # one; its 9p file system does not tell where a file has holes.
     case $image in
     busybox) size=256M made_from=$(sha256sum /bin/busybox) ;;
     fio) size=512M made_from=$(dpkg-query -W fio busybox-static) ;;
     # Made anew each month, for what Debian has mended meanwhile.
-    debian) size=640M made_from=$(cat /etc/os-release; date +%Y-%m) ;;
+    debian) size=640M made_from=$(cat /etc/os-release; date +%Y-%m) parts+=("$shared/bootstrap.sh") ;;
+    nettools)
+        size=512M made_from=$(cat /etc/os-release; date +%Y-%m)
+        parts=("$tree/tests/images/nettools".{sh,setup} "$shared/bootstrap.sh")
+        ;;
     *)
         echo "state.sh: no image $image" >&2
         exit 1
         ;;
     esac
-    key=$image-$(cat "$recipes"/{"$image",common}.sh - <<<"$made_from $size" | sha256sum | cut -c1-16)
+    key=$image-$(cat "${parts[@]}" "$shared/common.sh" - <<<"$made_from $size" | sha256sum | cut -c1-16)
     wanted+=("$image $key-$builder")
     if [ ! -e "$home/images/$(cat "$home/images/.$key-$builder" 2>/dev/null || true)/image.json" ]; then
         mkdir -p "$cache/tars"
-        [ -e "$cache/tars/$key.tar" ] || "$recipes/$image.sh" "$cache/tars/$key.tar" >&2
+        [ -e "$cache/tars/$key.tar" ] || "${parts[0]}" "$cache/tars/$key.tar" >&2
         missing+=("$image" "$size" "$cache/tars/$key.tar")
     fi
 done
@@ -87,7 +96,7 @@ work=$(mktemp -d "$home/images/.new.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 if [ ${#missing[@]} -gt 0 ]; then
     "$rig/host" -m 4096 -t 900 -o "$work" -- env BULKHEAD_HOME="$home" BULKHEAD_DIST="${bulkhead%/bin/bulkhead}" \
-        "$recipes/import.sh" "${missing[@]}" >&2
+        "$shared/import.sh" "${missing[@]}" >&2
 fi
 mkdir -p "$home/images/names"
 for pair in "${wanted[@]}"; do
