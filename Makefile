@@ -53,7 +53,7 @@ test: build
 	@install -m 755 "$(release)/probe" "$(dist)/test/probe"
 	@install -m 755 "$(release)/payload" "$(dist)/initramfs/init"
 	@resources/kernels/cpio.sh "$(dist)/initramfs" >"$(dist)/test/payload.cpio" && rm -r "$(dist)/initramfs"
-	@home=$$($(rig)/state.sh busybox) && sources=$$(tests/images/sources.sh "$(dist)/test/payload") && \
+	@home=$$($(rig)/state.sh busybox $(if $(BULKHEAD_SOAK),nettools)) && sources=$$(tests/images/sources.sh "$(dist)/test/payload") && \
 	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" BULKHEAD_SOURCES="$$sources" BULKHEAD_E2E="$(release)/e2e" $(rig)/suite
 
 calls: export BULKHEAD_CALLS := 1

@@ -56,6 +56,12 @@ impl Internet {
         internet
     }
 
+    /// Its network namespace, for further servers.
+    #[allow(dead_code, reason = "the end-to-end tests, which share this file, have some")]
+    pub(crate) fn namespace(&self) -> std::path::PathBuf {
+        format!("/proc/{}/ns/net", self.child.id()).into()
+    }
+
     fn line(&mut self) -> String {
         let mut line = String::new();
         self.from.read_line(&mut line).unwrap();

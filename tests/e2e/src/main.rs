@@ -43,6 +43,7 @@ mod network;
 mod refusals;
 mod run;
 mod snapshot;
+mod tools;
 mod tty;
 mod wayout;
 
@@ -80,6 +81,9 @@ fn deadline() -> Duration {
     Duration::from_secs(if host::soak() { 4 * 3600 } else { 600 })
 }
 
+/// What a line of the list begins with whose test only `make soak` runs.
+const SOAK_ONLY: &str = "soak ";
+
 fn main() -> ExitCode {
     let parts = [
         boot::TESTS,
@@ -100,6 +104,7 @@ fn main() -> ExitCode {
         image::TESTS,
         network::TESTS,
         wayout::TESTS,
+        tools::TESTS,
     ];
     let tests: Vec<Test> = parts.concat();
     if std::env::var_os(ROLE).is_some() {
@@ -115,7 +120,10 @@ fn main() -> ExitCode {
     }
 
     let arguments = Arguments::from_args();
-    let listed: BTreeSet<&str> = LIST.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let lines = || LIST.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let listed: BTreeSet<&str> = lines().map(|line| line.strip_prefix(SOAK_ONLY).unwrap_or(line)).collect();
+    let left_out: BTreeSet<&str> =
+        lines().filter_map(|line| line.strip_prefix(SOAK_ONLY)).filter(|_| !host::soak()).collect();
     let written: BTreeSet<&str> = tests.iter().map(|(name, _)| *name).collect();
     for name in listed.symmetric_difference(&written) {
         eprintln!("tests.list and the tests differ in: {name}");
@@ -124,13 +132,15 @@ fn main() -> ExitCode {
     if counted {
         calls::count();
     }
-    let trials = written.iter().map(|&name| Trial::test(name, move || one(name)));
+    let due: Vec<&str> = written.difference(&left_out).copied().collect();
+    let trials = due.iter().map(|&name| Trial::test(name, move || one(name)));
     let conclusion = libtest_mimic::run(&arguments, trials.collect());
     let ran = conclusion.num_passed + conclusion.num_failed;
-    let complete = arguments.filter.is_some() || ran == listed.len() as u64;
+    let complete = arguments.filter.is_some() || ran == due.len() as u64;
     if !complete {
-        eprintln!("{} tests are listed, {ran} ran", listed.len());
+        eprintln!("{} tests are due, {ran} ran", due.len());
     }
+    left_out.iter().for_each(|name| println!("left to make soak: {name}"));
     // What a part of the suite, or one that failed, makes threads call says little.
     let compared = counted && arguments.filter.is_none() && complete && !conclusion.has_failed();
     let as_listed = !compared || calls::as_the_lists_say();
@@ -172,13 +182,17 @@ fn one(name: &str) -> Result<(), Failed> {
     let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     let _ = child.wait();
     println!("{name}: {:.1} s", start.elapsed().as_secs_f32());
+    let mut text = vec![0; 256 << 10];
+    let read = std::os::unix::fs::FileExt::read_at(&log, &mut text, 0)?;
     if status.is_some_and(|status| status.success()) {
+        // Checks that have names of their own.
+        for line in String::from_utf8_lossy(&text[..read]).lines().filter(|line| line.starts_with("row ")) {
+            println!("  {line}");
+        }
         calls::note();
         progress.add(name);
         return Ok(());
     }
-    let mut text = vec![0; 256 << 10];
-    let read = std::os::unix::fs::FileExt::read_at(&log, &mut text, 0)?;
     let what = status.map_or_else(|| format!("still running after {deadline:?}"), |status| status.to_string());
     let why = format!("{what}\n{}", String::from_utf8_lossy(&text[..read]));
     // Failures are summed up at the end, which a kernel that dies does not come to.

@@ -6,7 +6,6 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::num::NonZeroU32;
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -26,7 +25,7 @@ pub(crate) const TESTS: &[Test] = &[
     ("network::a_run_reaches_what_its_policy_names", a_run_reaches_what_its_policy_names),
 ];
 
-const RESOLVER: Ipv4Addr = Ipv4Addr::new(93, 184, 216, 53);
+pub(crate) const RESOLVER: Ipv4Addr = Ipv4Addr::new(93, 184, 216, 53);
 /// A port of many addresses where somebody listens whom no guest may reach.
 const PORT: u16 = 7000;
 /// TLS hellos: for api.example.com, for another name, for none.
@@ -36,15 +35,18 @@ const NAMELESS: &[u8] = include_bytes!("../../../netfilter/fuzz/corpus/hello/nam
 
 /// A host with an Internet, in which this process and what it starts are from now on.
 pub(crate) struct World {
+    /// What lies beyond it.
     pub(crate) internet: Internet,
     /// How many connections the host's own listeners got.
     own: Arc<AtomicUsize>,
-    capture: Capture,
+    /// What is on the wire.
+    pub(crate) capture: Capture,
     _resolvers: tempfile::TempDir,
 }
 
 impl World {
-    pub(crate) fn new() -> Self {
+    /// With a host that asks this name server.
+    pub(crate) fn new(resolver: Ipv4Addr) -> Self {
         private_mounts();
         // SAFETY: this process has one thread, and no descriptors are concerned.
         unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWNET) }.unwrap();
@@ -52,7 +54,7 @@ impl World {
         fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").unwrap();
         let resolvers = host::directory();
         let file = resolvers.path().join("resolv.conf");
-        fs::write(&file, format!("nameserver {RESOLVER}\n")).unwrap();
+        fs::write(&file, format!("nameserver {resolver}\n")).unwrap();
         mount_bind(&file, fs::canonicalize("/etc/resolv.conf").unwrap()).unwrap();
         let internet = Internet::start();
         let own = Arc::<AtomicUsize>::default();
@@ -78,8 +80,9 @@ impl World {
 }
 
 /// Every kind of packet that the host has sent or got, its own loopback included.
-struct Capture {
+pub(crate) struct Capture {
     seen: Arc<Mutex<BTreeSet<Option<String>>>>,
+    marks: Arc<Mutex<BTreeSet<(u8, u8)>>>,
 }
 
 impl Capture {
@@ -88,18 +91,29 @@ impl Capture {
         let all = Protocol::from_raw(NonZeroU32::new(u32::from(3_u16.to_be())).unwrap());
         let socket = socket_with(AddressFamily::PACKET, SocketType::RAW, SocketFlags::CLOEXEC, Some(all)).unwrap();
         rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, 64 << 20).unwrap();
-        let seen = Arc::<Mutex<BTreeSet<_>>>::default();
-        let into = Arc::clone(&seen);
-        std::thread::spawn(move || listen(&socket, &into));
-        Self { seen }
+        let capture = Self { seen: Arc::default(), marks: Arc::default() };
+        let (seen, marks) = (Arc::clone(&capture.seen), Arc::clone(&capture.marks));
+        std::thread::spawn(move || {
+            let mut frame = [0; 256];
+            while let Ok((length, _)) = recv(&socket, &mut frame, RecvFlags::empty()) {
+                let frame = &frame[..length];
+                marks.lock().unwrap().extend(mark(frame));
+                seen.lock().unwrap().insert(describe(frame));
+            }
+        });
+        capture
+    }
+
+    /// Every pair of time to live and type of service in packets that the host sent to others.
+    pub(crate) fn marks(&self) -> BTreeSet<(u8, u8)> {
+        self.marks.lock().unwrap().clone()
     }
 }
 
-fn listen(socket: &OwnedFd, seen: &Mutex<BTreeSet<Option<String>>>) {
-    let mut frame = [0; 256];
-    while let Ok((length, _)) = recv(socket, &mut frame, RecvFlags::empty()) {
-        seen.lock().unwrap().insert(describe(&frame[..length]));
-    }
+/// Time to live and type of service, if it is a packet of the host's.
+fn mark(frame: &[u8]) -> Option<(u8, u8)> {
+    let packet = frame.get(14..).filter(|_| frame[12..14] == [8, 0])?;
+    (packet.get(12..16)? == HOST.octets() && packet.get(16)? != &127).then(|| (packet[8], packet[1]))
 }
 
 /// Protocol, address and port of the side that is not the host. Nothing if it is no such packet, which no test expects.
@@ -120,13 +134,13 @@ fn describe(frame: &[u8]) -> Option<String> {
 }
 
 /// The events of a run that is kept.
-fn events(bulkhead: &Bulkhead) -> Vec<Value> {
+pub(crate) fn events(bulkhead: &Bulkhead) -> Vec<Value> {
     let log = fs::read_to_string(bulkhead.runs()[0].join("events.jsonl")).unwrap();
     log.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// Whether there is an event of this kind whose data has this text in that field.
-fn has(events: &[Value], kind: &str, field: &str, text: &str) -> bool {
+pub(crate) fn has(events: &[Value], kind: &str, field: &str, text: &str) -> bool {
     events
         .iter()
         .any(|event| event["event"] == kind && event["data"][field].to_string().trim_matches('"').contains(text))
@@ -139,7 +153,7 @@ fn talk(bulkhead: &Bulkhead, to: &str, port: u16, bytes: &[u8]) -> Output {
 
 fn a_run_reaches_nothing_by_itself() {
     // Given a run that nothing was allowed,
-    let mut world = World::new();
+    let mut world = World::new(RESOLVER);
     let bulkhead = Bulkhead::new();
     let resident = bulkhead.reside("box", &[]);
     // then it has an interface and a name server,
@@ -205,7 +219,7 @@ fn a_run_reaches_nothing_by_itself() {
 }
 
 fn a_run_reaches_what_its_policy_names() {
-    let mut world = World::new();
+    let mut world = World::new(RESOLVER);
     let bulkhead = Bulkhead::new();
     // Given a run with a policy, some rules of which lead where no rule may,
     let policy = "deny-egress-except=api.example.com,api.example.com:80+http,api.example.com:22,\

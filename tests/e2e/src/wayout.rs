@@ -12,7 +12,7 @@ pub(crate) const TESTS: &[Test] = &[("wayout::no_device_is_a_way_out", no_device
 
 fn no_device_is_a_way_out() {
     // Given two runs side by side that nothing was allowed, one of them with a console,
-    let mut world = World::new();
+    let mut world = World::new(crate::network::RESOLVER);
     let bulkhead = Bulkhead::new();
     let start = |name, more: &[&str]| {
         let command = ["busybox", "sh", "-c", "echo here; exec sleep 100000"];
