@@ -17,12 +17,12 @@ pub const LOCAL_BURST: u64 = 20;
 
 /// Most flows at a time.
 pub const FLOWS: usize = 256;
-/// Most flows whose destination is not reached yet.
-pub const PENDING: usize = 64;
+/// Most flows whose destination is not reached yet: a hundred connections that a program opens at once, and some.
+pub const PENDING: usize = 128;
 /// New flows a second.
 pub const FLOWS_A_SECOND: u64 = 20;
 /// Most new flows at once: a browser or a package manager opens dozens.
-pub const FLOW_BURST: u64 = 100;
+pub const FLOW_BURST: u64 = 128;
 /// Dials that may fail in a minute before new ones are refused until the minute is over: a scanner's pattern.
 pub const FAILED_DIALS_A_MINUTE: u64 = 100;
 
