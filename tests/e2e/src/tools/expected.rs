@@ -78,7 +78,6 @@ pub(super) const EVENTS: &[(&str, &str, &str, &str)] = &[
     ("36", "net.dns.denied", "hint", "add a rule: "),
     ("41", "net.dns.denied", "reason", "public-doh"),
     ("56", "net.dns.denied", "reason", "reserved-name"),
-    ("126", "net.dns.denied", "name", r"\x0a"),
     ("49", "net.flow.denied", "reason", "unknown-address"),
     ("49", "net.flow.denied", "hint", "dial by name"),
     ("27", "net.flow.denied", "reason", "other-port"),

@@ -154,7 +154,9 @@ fn what_is_allowed_works() {
 
 /// A policy is set while a flow that it does not allow lives, and one that it allows on other terms.
 fn new_policy(bulkhead: &Bulkhead) {
-    let script = "(echo 100000000000; sleep 1000) | nc raw.example.com 7002 | (head -c 1000 >/dev/null; echo go; cat >/dev/null); echo cut";
+    // This nc keeps its direction open at the end of its input.
+    let script =
+        "echo 100000000000 | nc raw.example.com 7002 | (head -c 1000 >/dev/null; echo go; cat >/dev/null); echo cut";
     let mut long = bulkhead.start(&["exec", "box", "sh", "-c", script]);
     long.until_printed("go\n");
     let broken = bulkhead.home().join("broken.toml");
