@@ -124,6 +124,9 @@ impl Shared {
         let begun = Instant::now();
         let passing = self.epochs.pass();
         self.stop_machine()?;
+        // The agent that is saved has not sent more than it is asked for when it goes on, and has let go of no more: while it stands still,
+        // nothing of either reaches it.
+        let streams = self.streams();
         // While the guest stands still: what its connections have come to is part of what is saved.
         let taken = self.network.save(network.as_fd()).and_then(|()| {
             let _put_forward = self.epochs.put_forward()?;
@@ -142,9 +145,6 @@ impl Shared {
             Ok(taken) => taken,
             Err(why) => return Err(self.go_on_after(why)),
         };
-        // After the machine's state: what its guest was told to have arrived is surely counted. Before its workload goes on, of
-        // which nothing more may be.
-        let streams = self.streams();
         let went_on = self.thaw(self.epochs.number());
         drop(passing);
         let stops = Stops { guest: Duration::from_nanos(parts.total()), workload: begun.elapsed(), parts: Some(parts) };
