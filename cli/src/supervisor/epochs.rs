@@ -8,10 +8,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use guest::host::{Agent, AgentError, Frozen, Welcome};
 use guest::message::printable;
+use jailer::Part;
 use jailer::cgroup::MemoryLimit;
 use serde_json::json;
 use vmm_control::{ControlError, ControlSocket, Event, Request};
@@ -64,6 +65,8 @@ pub(super) struct Epochs {
     pub(super) pages: Pagemap,
     /// Of the VMM's cgroup.
     pub(super) limit: Option<MemoryLimit>,
+    /// Whether what the VMM makes ends with it, even if it cannot see to that itself.
+    pub(super) contained: bool,
     /// Of the epoch.
     number: AtomicU64,
     stand: Mutex<Stand>,
@@ -97,6 +100,7 @@ impl Epochs {
         Self {
             control: vmm.control(),
             pages: vmm.page_map(),
+            contained: limit.is_some() || vmm.unenforced().iter().all(|(part, _)| *part != Part::Namespaces),
             limit,
             number: AtomicU64::new(number),
             stand: Mutex::new(Stand::Starting),
@@ -203,7 +207,7 @@ impl Epochs {
         &self,
         request: &Request,
         descriptors: &[BorrowedFd<'_>],
-        patience: Option<Duration>,
+        patience: Duration,
         of: impl Fn(Event) -> Option<T>,
     ) -> Result<T, String> {
         self.begin_to_ask(request, descriptors)?.wait(patience, of)
@@ -232,18 +236,33 @@ pub(super) struct Asked<'a> {
 
 impl Asked<'_> {
     /// Waits for the answer that `of` takes something from.
-    pub(super) fn wait<T>(&self, patience: Option<Duration>, of: impl Fn(Event) -> Option<T>) -> Result<T, String> {
+    pub(super) fn wait<T>(&self, patience: Duration, of: impl Fn(Event) -> Option<T>) -> Result<T, String> {
+        self.wait_for_work(patience, || 0, of)
+    }
+
+    /// Waits for the answer to something that may take long, for as long as it comes on: `progress` is another number whenever
+    /// `patience` has passed.
+    pub(super) fn wait_for_work<T>(
+        &self,
+        patience: Duration,
+        progress: impl Fn() -> u64,
+        of: impl Fn(Event) -> Option<T>,
+    ) -> Result<T, String> {
+        let mut done = progress();
+        let mut since = Instant::now();
         loop {
-            let answer = match patience {
-                None => self.answers.recv().map_err(RecvTimeoutError::from),
-                Some(patience) => self.answers.recv_timeout(patience),
-            };
-            match answer.map(&of) {
+            match self.answers.recv_timeout(patience.saturating_sub(since.elapsed())).map(&of) {
                 Ok(Some(answer)) => return Ok(answer),
                 // To what was asked before, and not waited for any longer.
                 Ok(None) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err("its machine ended meanwhile".to_owned()),
-                Err(RecvTimeoutError::Timeout) => return Err(format!("its VMM did not answer within {patience:?}")),
+                Err(RecvTimeoutError::Timeout) => {
+                    let now = progress();
+                    if now == done {
+                        return Err(format!("its VMM did not answer within {patience:?}"));
+                    }
+                    (done, since) = (now, Instant::now());
+                }
             }
         }
     }
@@ -297,7 +316,7 @@ impl Shared {
         // From here on nobody else uses the agent.
         *locked(&self.epochs.stand) = Stand::Paused(Arc::new(frozen));
         let paused = |event| matches!(event, Event::Paused).then_some(());
-        self.epochs.ask(&Request::Pause, &[], Some(VMM_PATIENCE), paused).map_err(|why| self.go_on_after(why))
+        self.epochs.ask(&Request::Pause, &[], VMM_PATIENCE, paused).map_err(|why| self.go_on_after(why))
     }
 
     /// What was tried failed, and the machine goes on in the same epoch, if it can.
@@ -312,7 +331,7 @@ impl Shared {
     pub(super) fn start_machine(&self, epoch: u64) -> Result<(), String> {
         self.epochs.frozen().ok_or("it is not paused")?;
         let resumed = |event| matches!(event, Event::Resumed).then_some(());
-        self.epochs.ask(&Request::Resume, &[], Some(VMM_PATIENCE), resumed)?;
+        self.epochs.ask(&Request::Resume, &[], VMM_PATIENCE, resumed)?;
         self.thaw(epoch)
     }
 

@@ -100,12 +100,9 @@ impl Pagemap {
         }
     }
 
-    /// How readily the kernel kills it when memory runs out: gives what it was before.
-    pub(super) fn set_oom_score(self, score: &str) -> io::Result<String> {
-        let path = format!("/proc/{}/oom_score_adj", self.0);
-        let before = std::fs::read_to_string(&path)?;
-        std::fs::write(&path, score)?;
-        Ok(before)
+    /// How readily the kernel kills it when memory runs out. What is open is this process's, whatever its number becomes.
+    pub(super) fn oom_score(self) -> io::Result<File> {
+        File::options().read(true).write(true).open(format!("/proc/{}/oom_score_adj", self.0))
     }
 }
 

@@ -3,7 +3,9 @@
 //! It is made before the machine is stopped, or the save is refused. A kernel that finds no memory all the same kills what writes,
 //! and not the machine.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
 
 use jailer::cgroup::Raised;
 
@@ -18,10 +20,27 @@ const REST: u64 = 16 << 20;
 const KILLED_FIRST: &str = "1000";
 
 impl Epochs {
-    /// Sees to it that there is memory for a copy of every page that the machine has. Until what comes back is dropped, its cgroup may
-    /// hold them.
-    pub(super) fn make_room(&self, machine: &Machine) -> Result<Option<Raised<'_>>, String> {
+    /// Sees to it that there is room for `image`, and memory for a copy of every page that the machine has. Until what comes back is
+    /// dropped, its cgroup may hold them.
+    pub(super) fn make_room(&self, machine: &Machine, image: &File) -> Result<Option<Raised<'_>>, String> {
+        if !self.contained {
+            return Err(
+                "without a cgroup or namespaces, nothing would end the process that writes its memory, were its VMM \
+                        killed; bulkhead snapshot create --stop needs none"
+                    .to_owned(),
+            );
+        }
         let own = self.pages.own_memory().map_err(|error| format!("its VMM's memory: {error}"))?;
+        let disk = rustix::fs::fstatvfs(image).map_err(|error| format!("the snapshot's file system: {error}"))?;
+        let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+        if free < own {
+            return Err(format!(
+                "its memory may take {} on the disk of the state directory, which has {} left; remove a snapshot that is not \
+                 needed (bulkhead snapshot list)",
+                show_size(own),
+                show_size(free)
+            ));
+        }
         let needed = with_page_tables(own).saturating_add(REST);
         let host = ("this host", available()?);
         let above = self.limit.as_ref().and_then(|limit| limit.room_above());
@@ -42,19 +61,24 @@ impl Epochs {
     }
 
     /// Has what the VMM becomes two of until what comes back is dropped be what the kernel kills first.
-    pub(super) fn put_forward(&self) -> Result<impl Drop + '_, String> {
-        let before = self.pages.set_oom_score(KILLED_FIRST);
-        let before = before.map_err(|error| format!("its VMM's oom_score_adj: {error}"))?;
-        Ok(PutForward(self, before))
+    pub(super) fn put_forward(&self) -> Result<impl Drop + use<>, String> {
+        let put = || {
+            let mut file = self.pages.oom_score()?;
+            let mut before = String::new();
+            file.read_to_string(&mut before)?;
+            file.write_all_at(KILLED_FIRST.as_bytes(), 0)?;
+            Ok(PutForward(file, before))
+        };
+        put().map_err(|error: io::Error| format!("its VMM's oom_score_adj: {error}"))
     }
 }
 
-struct PutForward<'a>(&'a Epochs, String);
+struct PutForward(File, String);
 
-impl Drop for PutForward<'_> {
+impl Drop for PutForward {
     fn drop(&mut self) {
         // A VMM that is not there any more needs no score.
-        let _ = self.0.pages.set_oom_score(&self.1);
+        let _ = self.0.write_all_at(self.1.as_bytes(), 0);
     }
 }
 

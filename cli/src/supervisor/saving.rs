@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -22,6 +23,11 @@ use super::machine::open_plainly;
 use super::serve::Shared;
 use crate::clock;
 use crate::store::RunDirectory;
+
+/// How long a VMM may take to write a machine's state and to copy itself.
+const TAKE_PATIENCE: Duration = Duration::from_secs(300);
+/// How long it may write a machine's memory without any more of it being in the file.
+const WRITE_PATIENCE: Duration = Duration::from_secs(300);
 
 /// How the machine is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -120,7 +126,8 @@ impl Shared {
     /// Saves a machine that goes on while its memory is written: whether it did comes beside the snapshot.
     fn save_live(&self, prepared: Prepared<'_>) -> Result<(Snapshot, Result<(), String>), Failed> {
         let Prepared { pending, mut layer, files, network } = prepared;
-        let room = self.epochs.make_room(&self.spec.machine)?;
+        let [_, memory, ..] = &files;
+        let room = self.epochs.make_room(&self.spec.machine, memory)?;
         let begun = Instant::now();
         let passing = self.epochs.pass();
         self.stop_machine()?;
@@ -133,7 +140,7 @@ impl Shared {
             let asked = self.epochs.begin_to_ask(&Request::SaveLive, &files.each_ref().map(File::as_fd))?;
             // Until it is known that the disk does not go on in the new layer, it may.
             layer.used = true;
-            let taken = asked.wait(None, |event| match event {
+            let taken = asked.wait(TAKE_PATIENCE, |event| match event {
                 Event::Taken(parts) => Some(Ok(parts)),
                 Event::SaveFailed { error } => Some(Err(printable(&error))),
                 _ => None,
@@ -149,12 +156,17 @@ impl Shared {
         drop(passing);
         let stops = Stops { guest: Duration::from_nanos(parts.total()), workload: begun.elapsed(), parts: Some(parts) };
         self.events.add("snapshot.taken", stops.json(pending.id()));
-        let written = asked.wait(None, of_the_save).and_then(|written| written);
+        let written =
+            asked.wait_for_work(WRITE_PATIENCE, || blocks_of(&files), of_the_save).and_then(|written| written);
         drop((asked, files));
         let snapshot = match written {
             Ok(()) => self.publish(pending, &streams, &layer),
             Err(why) => {
                 drop(pending);
+                // What the kernel may have killed was the copy.
+                if let Some(limit) = self.epochs.limit.as_ref().filter(|_| !self.epochs.has_ended()) {
+                    limit.excuse_killings();
+                }
                 Err(why)
             }
         };
@@ -182,16 +194,24 @@ impl Shared {
             self.stop_machine()?;
         }
         let stopped = Instant::now();
-        let files = files.each_ref().map(File::as_fd);
-        let written = self.network.save(network.as_fd());
-        let written = written.and_then(|()| self.epochs.ask(&Request::Save, &files, None, of_the_save)?);
+        let written = self.network.save(network.as_fd()).and_then(|()| {
+            let asked = self.epochs.begin_to_ask(&Request::Save, &files.each_ref().map(File::as_fd))?;
+            // Until it is known that the disk does not go on in the new layer, it may.
+            layer.used = true;
+            let written = asked.wait_for_work(WRITE_PATIENCE, || blocks_of(&files), of_the_save)?;
+            layer.used = written.is_ok();
+            written
+        });
         let guest = stopped.elapsed();
         let went_on = match written {
             Err(why) if was_paused => return Err(why),
             Err(why) => return Err(self.go_on_after(why)),
             Ok(()) => {
-                layer.used = true;
-                if was_paused || ends { None } else { Some(()) }
+                if was_paused || ends {
+                    None
+                } else {
+                    Some(())
+                }
             }
         };
         // After the machine: what its guest was told to have arrived is surely counted.
@@ -326,6 +346,12 @@ impl Shared {
         }
         Ok(snapshot)
     }
+}
+
+/// How much of a save is in its files.
+fn blocks_of(files: &[File]) -> u64 {
+    let blocks = |file: &File| file.metadata().map_or(0, |meta| meta.blocks());
+    files.iter().map(blocks).fold(0, u64::saturating_add)
 }
 
 /// What the VMM says of a save at its end.

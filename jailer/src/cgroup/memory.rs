@@ -4,11 +4,17 @@ use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use super::{CgroupError, write};
+use super::{CgroupError, killings, write};
 
 /// Where cgroups are mounted.
 const ROOT: &str = "/sys/fs/cgroup";
+/// How often and how long we wait for what a cgroup holds to be less than its usual limit again.
+const LOWER_TRIES: u32 = 40;
+const LOWER_WAIT: Duration = Duration::from_millis(50);
 
 /// The memory limit of a cgroup of ours.
 #[derive(Debug)]
@@ -16,6 +22,8 @@ pub struct MemoryLimit {
     directory: OwnedFd,
     path: PathBuf,
     usual: u64,
+    /// Killings that its cgroup does not count.
+    excused: Arc<AtomicU64>,
 }
 
 /// Until it is dropped, the limit is higher.
@@ -23,8 +31,13 @@ pub struct MemoryLimit {
 pub struct Raised<'a>(&'a MemoryLimit);
 
 impl MemoryLimit {
-    pub(super) fn new(directory: OwnedFd, path: PathBuf, usual: u64) -> Self {
-        Self { directory, path, usual }
+    pub(super) fn new(directory: OwnedFd, path: PathBuf, usual: u64, excused: Arc<AtomicU64>) -> Self {
+        Self { directory, path, usual, excused }
+    }
+
+    /// What the kernel has killed so far was not what the cgroup is for, which lives.
+    pub fn excuse_killings(&self) {
+        self.excused.store(killings(self.directory.as_fd()), Ordering::Relaxed);
     }
 
     /// Allows `more` bytes than usual.
@@ -48,13 +61,19 @@ impl MemoryLimit {
 
     fn lower(&self) -> Result<(), CgroupError> {
         // Written to `memory.max`, a limit below what is used kills when the page cache cannot be given up at once. `memory.high` never
-        // does.
-        self.write("memory.high", &self.usual.to_string())?;
+        // does: it has the kernel take back until there is room for the other.
+        self.write("memory.high", &(self.usual / 16).saturating_mul(15).to_string())?;
+        for _ in 0..LOWER_TRIES {
+            if number(&self.path, "memory.current").is_none_or(|used| used <= self.usual) {
+                break;
+            }
+            std::thread::sleep(LOWER_WAIT);
+        }
         if number(&self.path, "memory.current").is_some_and(|used| used <= self.usual) {
             self.write("memory.max", &self.usual.to_string())?;
-            self.write("memory.high", "max")?;
         }
-        Ok(())
+        // With either limit: short of the lower one, a machine would be held up for good.
+        self.write("memory.high", "max")
     }
 
     fn write(&self, file: &str, text: &str) -> Result<(), CgroupError> {
@@ -65,7 +84,7 @@ impl MemoryLimit {
 
 impl Drop for Raised<'_> {
     fn drop(&mut self) {
-        // If it fails, the cgroup is gone, or keeps the higher limit until the next time.
+        // If it fails, the cgroup is gone. If what it holds stays too much, it keeps the higher limit until the next time.
         let _ = self.0.lower();
     }
 }

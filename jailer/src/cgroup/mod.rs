@@ -9,6 +9,8 @@ mod place;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, ResolveFlags, flock, mkdirat, openat2, unlinkat};
@@ -77,6 +79,8 @@ pub struct Cgroup {
     name: String,
     path: PathBuf,
     directory: OwnedFd,
+    /// Killings that were none of its own process.
+    excused: Arc<AtomicU64>,
 }
 
 impl Cgroup {
@@ -105,7 +109,7 @@ impl Cgroup {
                 continue;
             }
             let parent = parent.try_clone().map_err(|error| CgroupError::File { path: path.clone(), error })?;
-            let cgroup = Self { parent, name: name.to_owned(), path: path.clone(), directory };
+            let cgroup = Self { parent, name: name.to_owned(), path: path.clone(), directory, excused: Arc::default() };
             cgroup.limit(limits)?;
             return Ok(cgroup);
         }
@@ -121,10 +125,9 @@ impl Cgroup {
         &self.path
     }
 
-    /// How many of its processes the kernel has killed because they reached the memory limit.
+    /// How many of its processes the kernel has killed because they reached the memory limit, but those that were excused.
     pub fn killed_for_memory(&self) -> u64 {
-        let events = self.read("memory.events").unwrap_or_default();
-        events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0)
+        killings(self.directory.as_fd()).saturating_sub(self.excused.load(Ordering::Relaxed))
     }
 
     /// Its memory limit, which can be raised for a while: it has this one otherwise.
@@ -132,7 +135,7 @@ impl Cgroup {
     /// # Errors
     /// No descriptor is left.
     pub fn memory_limit(&self, usual: u64) -> io::Result<MemoryLimit> {
-        Ok(MemoryLimit::new(self.directory.try_clone()?, self.path.clone(), usual))
+        Ok(MemoryLimit::new(self.directory.try_clone()?, self.path.clone(), usual, Arc::clone(&self.excused)))
     }
 
     fn limit(&self, limits: &Limits) -> Result<(), CgroupError> {
@@ -157,15 +160,12 @@ impl Cgroup {
         write(self.directory.as_fd(), file, text)
             .map_err(|error| CgroupError::File { path: self.path.join(file), error: error.into() })
     }
-
-    fn read(&self, file: &str) -> io::Result<String> {
-        let file = open_file(self.directory.as_fd(), file, OFlags::RDONLY)?;
-        io::read_to_string(std::fs::File::from(file))
-    }
 }
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
+        // A copy of its process may be there still.
+        end_all(self.directory.as_fd());
         for _ in 0..EMPTY_TRIES {
             // A reaped process is counted for an instant more. What stays, the next start's sweep removes.
             match unlinkat(&self.parent, &self.name, AtFlags::REMOVEDIR) {
@@ -219,10 +219,23 @@ fn sweep(parent: BorrowedFd<'_>) {
             // Else the name may be another's by now.
             && exists(directory.as_fd())
         {
-            // One that still has a process stays.
+            // What is left in it belongs to nobody. Where it ends late, the next sweep removes it.
+            end_all(directory.as_fd());
             let _ = unlinkat(parent, name, AtFlags::REMOVEDIR);
         }
     }
+}
+
+/// Kills every process in a cgroup, where the kernel can (5.14).
+fn end_all(cgroup: BorrowedFd<'_>) {
+    let _ = write(cgroup, "cgroup.kill", "1");
+}
+
+/// How many processes of a cgroup the kernel has killed because they reached its memory limit.
+fn killings(cgroup: BorrowedFd<'_>) -> u64 {
+    let events = open_file(cgroup, "memory.events", OFlags::RDONLY).map_err(io::Error::from);
+    let events = events.and_then(|file| io::read_to_string(std::fs::File::from(file))).unwrap_or_default();
+    events.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok()).unwrap_or(0)
 }
 
 /// Whether an open cgroup was not removed meanwhile. While it is locked, nobody else of ours removes it.
