@@ -33,6 +33,9 @@ pub(super) struct Batch {
 }
 
 impl Batch {
+    /// Longest that anything is held back.
+    pub(super) const LONGEST: Duration = MOST_PACE.saturating_mul(4);
+
     /// Nothing is known.
     pub(super) fn new() -> Self {
         Self { target: 1, patience: 0, next_patience: PATIENCE, pace: MOST_PACE }

@@ -138,6 +138,10 @@ impl Server {
                     self.batch.reached(untold, told.elapsed(), more > 0);
                     (untold, told) = (0, Instant::now());
                     batch = more.max(self.batch.target());
+                } else if told.elapsed() >= Batch::LONGEST {
+                    // What could not wait was done in between, and says nothing about the pace.
+                    self.tell_guest(queue)?;
+                    (untold, told) = (0, Instant::now());
                 }
             }
             let served = begun.elapsed();
