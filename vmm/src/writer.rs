@@ -5,8 +5,9 @@
 //! so a lock may be held in it by a thread that is not there. It therefore allocates nothing, takes no lock and returns to
 //! nobody: all that it needs is made before the fork, and it ends by `_exit`.
 //!
-//! It first closes every descriptor but those that it writes to and reads from, KVM's among them: nothing that this process closes
-//! later is kept alive by its copy for longer than a moment. It is bound to the list of the thread that forked, and the kernel kills it when
+//! It first closes every descriptor but those that it writes to and reads from, KVM's among them. What this process closes
+//! later is kept alive by its copy for a moment only, but for the vCPUs and with them the machine in the kernel: the copy has their shared
+//! pages mapped until it ends. It is bound to the list of the thread that forked, and the kernel kills it when
 //! that thread ends.
 #![deny(clippy::unwrap_used, clippy::expect_used, clippy::indexing_slicing, clippy::arithmetic_side_effects)]
 
@@ -158,12 +159,6 @@ impl Writer {
             (Some(_), _) => Err(self.last_words()),
             (None, signal) => Err(WriterError::Killed(signal.unwrap_or(0))),
         })
-    }
-
-    /// Waits for its end.
-    pub(crate) fn wait(&self) {
-        // Whatever it was, nothing comes of it.
-        let _ = rustix::io::retry_on_intr(|| waitid(WaitId::PidFd(self.process.as_fd()), WaitIdOptions::EXITED));
     }
 
     fn last_words(&self) -> WriterError {
