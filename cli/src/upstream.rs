@@ -76,6 +76,8 @@ fn address(given: &str) -> Result<SocketAddr, &'static str> {
     }
     let address: SocketAddr =
         rest.parse().map_err(|_| "it is not ADDRESS:PORT; a name is not looked up, since nobody is asked for it")?;
+    // What is written as IPv4 in IPv6 is that IPv4 address to whoever dials it, and to every check.
+    let address = SocketAddr::new(address.ip().to_canonical(), address.port());
     let nobodys = match address.ip() {
         IpAddr::V4(v4) => v4.is_unspecified() || v4.is_multicast() || v4.is_broadcast(),
         IpAddr::V6(v6) => v6.is_unspecified() || v6.is_multicast(),
@@ -105,6 +107,7 @@ mod tests {
             ("http://10.0.0.7:3128/", "10.0.0.7:3128"),
             ("127.0.0.1:8080", "127.0.0.1:8080"),
             ("[2001:db8::7]:80", "[2001:db8::7]:80"),
+            ("[::ffff:10.0.0.7]:3128", "10.0.0.7:3128"),
         ] {
             assert_eq!(of(&format!("version = 1\nproxy = \"{given}\"\n")), Ok(Some(meant.to_owned())));
         }
@@ -130,6 +133,7 @@ mod tests {
             ("version = 1\nproxy = \"0.0.0.0:3128\"\n", "nobody can be there"),
             ("version = 1\nproxy = \"10.0.0.7:0\"\n", "nobody can be there"),
             ("version = 1\nproxy = \"[ff02::1]:80\"\n", "nobody can be there"),
+            ("version = 1\nproxy = \"[::ffff:0.0.0.0]:80\"\n", "nobody can be there"),
             (&"#".repeat(64 << 10), "over 65536 bytes"),
         ] {
             let error = of(text).unwrap_err();

@@ -110,6 +110,11 @@ impl Engine {
         self.resolver.set_servers(servers);
     }
 
+    /// Whether every flow goes through an HTTP proxy.
+    pub fn has_proxy(&self) -> bool {
+        self.proxy.is_some()
+    }
+
     /// Sends every flow through an HTTP proxy.
     pub fn set_proxy(&mut self, proxy: Option<SocketAddr>) {
         self.proxy = proxy;

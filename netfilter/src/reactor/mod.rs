@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use netfilter_control::{
     Config, ControlError, ControlSocket, Event, MAX_POLICY, MAX_RESOLVERS, MAX_RULES, MAX_SAVED, Policy, Request,
+    Target,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
@@ -130,7 +131,7 @@ impl Reactor {
         if descriptors.next().is_some() {
             return Err("start: more descriptors than were announced".to_owned());
         }
-        let policy = read_policy(policy)?;
+        let policy = read_policy(policy, config.proxy.is_some())?;
         check_resolvers(&config.resolvers)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| format!("epoll_create: {error}"))?;
         let mut sockets = Sockets::new(epoll, Routes::new(routes), FIRST_SOCKET);
@@ -300,7 +301,8 @@ impl Reactor {
         let only = one(descriptors);
         match request {
             Request::Start(_) => return Err(ServeError::StartedTwice),
-            Request::SetPolicy { generation } => match only.and_then(read_policy) {
+            Request::SetPolicy { generation } => match only.and_then(|file| read_policy(file, self.engine.has_proxy()))
+            {
                 Ok(policy) => {
                     let revoked = self.engine.set_policy(policy, generation, &mut self.sockets, now);
                     self.answers.push(Event::PolicySet { generation, revoked });
@@ -344,12 +346,21 @@ fn check_resolvers(resolvers: &[std::net::SocketAddr]) -> Result<(), String> {
     Ok(())
 }
 
-fn read_policy(file: OwnedFd) -> Result<Policy, String> {
+fn read_policy(file: OwnedFd, through_proxy: bool) -> Result<Policy, String> {
     let bytes = read_file(file, MAX_POLICY).map_err(|error| format!("the policy: {error}"))?;
     let policy: Policy = serde_json::from_slice(&bytes).map_err(|error| format!("the policy: {error}"))?;
     let count = policy.rules.len().saturating_add(policy.denials.len());
     if count > MAX_RULES {
         return Err(format!("the policy: {count} rules; at most {MAX_RULES}"));
+    }
+    let by_address = policy.denials.iter().find(|denial| matches!(denial.target, Target::Block(_)));
+    let by_name = policy.rules.iter().find(|rule| !matches!(rule.target, Target::Block(_)));
+    if through_proxy && let (Some(denial), Some(rule)) = (by_address, by_name) {
+        return Err(format!(
+            "the policy: {}: behind a proxy it would not hold for {}, whose addresses only the proxy knows; have the proxy \
+             refuse them, and leave it out here",
+            denial.text, rule.text
+        ));
     }
     Ok(policy)
 }

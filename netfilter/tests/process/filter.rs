@@ -40,6 +40,11 @@ impl Filter {
     }
 
     /// The same, but all goes through a proxy.
+    pub(crate) fn try_start_through(proxy: SocketAddr, policy: &[u8]) -> Result<(Self, Guest), String> {
+        Self::begin(policy, None, Some(proxy), |_| ())
+    }
+
+    /// The same, with a policy that goes with it.
     pub(crate) fn start_through(proxy: SocketAddr, rules: &str) -> (Self, Guest) {
         let policy = serde_json::to_vec(&policy(rules)).unwrap();
         Self::begin(&policy, None, Some(proxy), |_| ()).unwrap()

@@ -238,6 +238,17 @@ fn proxy(internet: &mut Internet) {
     let (mut filter, mut guest) = Filter::start_through((ROUTER, 3129).into(), ALL);
     assert!(guest.dial("api.example.com", 7000).is_none(), "nobody is there");
     filter.record(|record| record.reason() == Some(Reason::ProxyRefused));
+    // What only whoever resolves names could deny.
+    let beside = |rules: &str| serde_json::to_vec(&policy(rules)).unwrap();
+    let refused = "the policy: !cidr:203.0.113.0/24: behind a proxy it would not hold for api.example.com:7000+raw,";
+    let names = beside("api.example.com:7000+raw,!cidr:203.0.113.0/24");
+    let error = Filter::try_start_through(PROXY.parse().unwrap(), &names).err().unwrap();
+    assert!(error.starts_with(refused), "{error}");
+    let blocks = beside("cidr:203.0.112.0/23:7000+raw,!cidr:203.0.113.0/24");
+    let (mut filter, _guest) = Filter::try_start_through(PROXY.parse().unwrap(), &blocks).unwrap();
+    filter.set_policy(2, &names);
+    let answer = filter.wait(|event| matches!(event, Event::PolicyRefused { .. } | Event::PolicySet { .. }));
+    assert!(matches!(&answer, Event::PolicyRefused { error, .. } if error.starts_with(refused)), "{answer:?}");
     assert_eq!(internet.names().len(), before, "no resolver was asked");
     assert_eq!(internet.forbidden(), 0);
 }
