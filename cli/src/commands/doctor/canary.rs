@@ -44,11 +44,32 @@ pub(super) fn look(home: &Home, image: &str) -> Result<(), String> {
         Channel::answer::<Reached>(PATIENCE, connection, request)
     })?;
     judge(&reached)?;
-    let heard = |listener: &TcpListener| !listener.accept().is_err_and(|error| error.kind() == ErrorKind::WouldBlock);
-    match listeners.iter().find(|listener| heard(listener)).map(TcpListener::local_addr) {
-        Some(address) => Err(format!("a listener on the host was reached: {address:?}")),
-        None => Ok(()),
+    for listener in &listeners {
+        was_reached(listener, is_own)?;
     }
+    Ok(())
+}
+
+/// Whether something has reached a listener from one of this host's own addresses, as a guest would. What others of its network send
+/// there shows nothing.
+fn was_reached(listener: &TcpListener, own: impl Fn(IpAddr) -> bool) -> Result<(), String> {
+    let failed = |error: std::io::Error| format!("a listener on the host: {error}");
+    loop {
+        match listener.accept() {
+            Ok((_, peer)) if own(peer.ip()) => {
+                let address = listener.local_addr().map_err(failed)?;
+                return Err(format!("a listener on the host was reached: {address}, from {peer}"));
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        }
+    }
+}
+
+/// Whether an address is one of this host's: one that is not cannot be listened on.
+fn is_own(address: IpAddr) -> bool {
+    TcpListener::bind((address, 0)).is_ok()
 }
 
 /// A small run of an image, as its user would ask for it.
@@ -120,6 +141,18 @@ mod tests {
         for (code, records) in [(0, 1), (0, 0), (2, 0), (3, 1)] {
             assert!(reached(Some(Answered { code, records }), &[]).unwrap_err().contains("resolved"));
         }
+    }
+
+    #[test]
+    fn only_the_hosts_own_connections_count() {
+        assert!(is_own(Ipv4Addr::LOCALHOST.into()) && !is_own(ELSEWHERE.into()));
+        let listener = listen(Ipv4Addr::LOCALHOST).unwrap();
+        assert_eq!(was_reached(&listener, is_own), Ok(()), "nobody came");
+        let dial = || std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let _first = dial();
+        assert_eq!(was_reached(&listener, |_| false), Ok(()), "a stranger");
+        let _second = dial();
+        assert!(was_reached(&listener, is_own).unwrap_err().contains("was reached: 127.0.0.1:"));
     }
 
     #[test]
