@@ -47,7 +47,7 @@ demo: build
 	BULKHEAD_HOME="$$home" BULKHEAD_DIST="$(dist)" resources/demo/demo.sh
 
 test: build
-	@$(rig)/need strace
+	@$(rig)/need strace acpica-tools
 	@cargo build --release --locked -p e2e -p payload -p probe
 	@mkdir -p "$(dist)/test" "$(dist)/initramfs" && install -m 755 "$(release)/payload" "$(dist)/test/payload"
 	@install -m 755 "$(release)/probe" "$(dist)/test/probe"
