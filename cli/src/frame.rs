@@ -54,8 +54,28 @@ pub(crate) enum Frame {
     Stats(Box<Stats>),
     /// Supervisor: the guest has booted, and the command waits for [`Frame::Go`].
     Ready,
+    /// Supervisor: how far something long is.
+    Progress(Stage),
     /// Supervisor: the end, after all output. The connection ends.
     Exit(Exit),
+}
+
+/// How far a save is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "stage", rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) enum Stage {
+    /// Its memory is being written.
+    Writing {
+        /// Bytes that are.
+        done: u64,
+        /// Bytes that there are at most.
+        total: u64,
+    },
+    /// What was written is being hashed.
+    Hashing {
+        /// Bytes that are.
+        done: u64,
+    },
 }
 
 /// What a client asks for.
@@ -229,6 +249,7 @@ impl Frame {
             Self::Stats(stats) => (0x85, serde_json::to_vec(stats)?.into()),
             Self::Exit(exit) => (0x86, serde_json::to_vec(exit)?.into()),
             Self::Ready => (0x87, Cow::default()),
+            Self::Progress(stage) => (0x88, serde_json::to_vec(stage)?.into()),
         })
     }
 
@@ -253,6 +274,7 @@ impl Frame {
             (0x85, json_bytes) => Ok(Self::Stats(json(json_bytes)?)),
             (0x86, json_bytes) => Ok(Self::Exit(json(json_bytes)?)),
             (0x87, []) => Ok(Self::Ready),
+            (0x88, json_bytes) => Ok(Self::Progress(json(json_bytes)?)),
             (_, other) => Err(FrameError::Malformed { kind, length: other.len() }),
         }
     }
@@ -324,6 +346,8 @@ mod tests {
             Frame::Request(Request::Stop { orderly: false, why: "removed".into() }),
             Frame::Go,
             Frame::Ready,
+            Frame::Progress(Stage::Writing { done: 1 << 20, total: 1 << 30 }),
+            Frame::Progress(Stage::Hashing { done: u64::MAX }),
             Frame::Request(Request::Exec(exec)),
             Frame::Request(Request::Stats),
             Frame::Stdin(vec![0; MAX_PAYLOAD]),

@@ -49,7 +49,7 @@ pub(crate) fn fork(args: &Fork) -> Result<u8, String> {
     let store = Store::open(&home).map_err(|error| error.to_string())?;
     store.sweep().map_err(|error| error.to_string())?;
     let snapshots = Snapshots::open(home.path()).map_err(|error| error.to_string())?;
-    let snapshot = snapshot_of(&store, &snapshots, &args.from)?;
+    let snapshot = snapshot_of(&store, &snapshots, &args.from, args.quiet)?;
     let Sound { snapshot, cold, instead } = sound(snapshot, args.fallback, args.quiet)?;
     if let Some(why) = &instead {
         say(&format!("{why}; going on from {}", if cold { "its disk" } else { snapshot.id() }));
@@ -136,7 +136,7 @@ fn together(store: &Store, runs: Vec<Created>, cold: bool) -> Result<u8, String>
 }
 
 /// The snapshot that is meant: one, or that of a run that was saved, or one that is taken now of a run that goes on.
-fn snapshot_of(store: &Store, snapshots: &Snapshots, given: &str) -> Result<Snapshot, String> {
+fn snapshot_of(store: &Store, snapshots: &Snapshots, given: &str, quiet: bool) -> Result<Snapshot, String> {
     let run = match store.find(given) {
         Ok(run) => run,
         Err(StoreError::Unknown(_)) => {
@@ -146,7 +146,7 @@ fn snapshot_of(store: &Store, snapshots: &Snapshots, given: &str) -> Result<Snap
     };
     let id = match &run.state.saved {
         Some(id) => id.clone(),
-        None if run.state.is_live() => ask_for_snapshot(given, None, false)?,
+        None if run.state.is_live() => ask_for_snapshot(given, None, false, quiet)?,
         None => {
             let why = "it ended, and was not saved; fork one of its snapshots (bulkhead snapshot list)";
             return Err(format!("run {}: {why}", run.spec.id));

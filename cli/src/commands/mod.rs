@@ -26,8 +26,9 @@ use std::os::unix::net::UnixStream;
 use clap::ValueEnum;
 
 use crate::client::{ClientError, unexpected};
-use crate::frame::{Exit, Frame, Request};
+use crate::frame::{Exit, Frame, Request, Stage};
 use crate::home::Home;
+use crate::image::progress::Progress;
 use crate::say;
 use crate::store::{Listed, Store, StoreError};
 
@@ -71,10 +72,42 @@ fn order(given: &str, request: Request) -> Result<u8, String> {
     let (listed, mut connection) = dial(given)?;
     let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
     Frame::Request(request).write(&mut connection).map_err(|error| failed(&error))?;
-    match Frame::read(&mut connection).map_err(|error| failed(&error))? {
-        Some(Frame::Exit(exit)) => Ok(report(&exit)),
-        Some(other) => Err(failed(&unexpected(&other))),
-        None => Err(failed(&ClientError::Lost)),
+    let mut bar = Bar::new(false);
+    loop {
+        match Frame::read(&mut connection).map_err(|error| failed(&error))? {
+            Some(Frame::Progress(stage)) => bar.show(stage),
+            Some(Frame::Exit(exit)) => {
+                drop(bar);
+                return Ok(report(&exit));
+            }
+            Some(other) => return Err(failed(&unexpected(&other))),
+            None => return Err(failed(&ClientError::Lost)),
+        }
+    }
+}
+
+/// How far a save is, on a terminal.
+#[derive(Debug)]
+struct Bar {
+    quiet: bool,
+    shown: Option<(&'static str, Progress)>,
+}
+
+impl Bar {
+    fn new(quiet: bool) -> Self {
+        Self { quiet, shown: None }
+    }
+
+    fn show(&mut self, stage: Stage) {
+        let (what, done, total) = match stage {
+            Stage::Writing { done, total } => ("saving memory", done, Some(total)),
+            Stage::Hashing { done } => ("hashing", done, None),
+        };
+        let (_, progress) = match self.shown.take() {
+            Some(last) if last.0 == what => self.shown.insert(last),
+            _ => self.shown.insert((what, Progress::new(what, total, self.quiet))),
+        };
+        progress.at(done);
     }
 }
 

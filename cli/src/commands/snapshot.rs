@@ -10,7 +10,7 @@ use guest::message::printable;
 use serde_json::{Value, json};
 use snapshot::store::{Depth, Snapshot, Snapshots, Status};
 
-use super::{Format, dial, print, table};
+use super::{Bar, Format, dial, print, table};
 use crate::client::{ClientError, unexpected};
 use crate::clock;
 use crate::frame::{Frame, Request};
@@ -51,6 +51,9 @@ pub(crate) struct Create {
     /// Have the run stand still until its memory is written, which takes no memory for what it would change meanwhile
     #[arg(long)]
     stop: bool,
+    /// Say nothing but results and errors
+    #[arg(short, long)]
+    quiet: bool,
     /// Id, unique beginning of an id, or name of the run
     run: String,
 }
@@ -113,7 +116,7 @@ pub(crate) struct Import {
 pub(crate) fn snapshot(command: &SnapshotCommand) -> Result<u8, String> {
     match command {
         SnapshotCommand::Create(args) => {
-            let id = ask_for_snapshot(&args.run, args.name.clone(), args.stop)?;
+            let id = ask_for_snapshot(&args.run, args.name.clone(), args.stop, args.quiet)?;
             print(&format!("{id}\n"))?;
             Ok(0)
         }
@@ -154,15 +157,17 @@ fn open() -> Result<Snapshots, String> {
 }
 
 /// Has a run's supervisor save it; gives the snapshot's id.
-pub(super) fn ask_for_snapshot(run: &str, name: Option<String>, stop: bool) -> Result<String, String> {
+pub(super) fn ask_for_snapshot(run: &str, name: Option<String>, stop: bool, quiet: bool) -> Result<String, String> {
     let (listed, mut connection) = dial(run)?;
     let failed = |error: &dyn std::fmt::Display| format!("run {}: {error}", listed.spec.id);
     Frame::Request(Request::Snapshot { name, stop }).write(&mut connection).map_err(|error| failed(&error))?;
-    let mut id = String::new();
+    let (mut id, mut bar) = (String::new(), Bar::new(quiet));
     loop {
         match Frame::read(&mut connection).map_err(|error| failed(&error))? {
             Some(Frame::Stdout(bytes)) => id.push_str(String::from_utf8_lossy(&bytes).trim_end()),
+            Some(Frame::Progress(stage)) => bar.show(stage),
             Some(Frame::Exit(exit)) => {
+                drop(bar);
                 exit.notes.iter().for_each(|note| say(note));
                 return exit.error.map_or(Ok(id), Err);
             }

@@ -41,7 +41,12 @@ impl Progress {
 
     /// So many bytes more are done.
     pub(crate) fn add(&mut self, bytes: u64) {
-        self.done = self.done.saturating_add(bytes);
+        self.at(self.done.saturating_add(bytes));
+    }
+
+    /// So many bytes are done in all.
+    pub(crate) fn at(&mut self, done: u64) {
+        self.done = done;
         if self.is_due() {
             self.shown = Some(Instant::now());
             self.put(&line(self.what, self.done, self.total, self.started.elapsed()));

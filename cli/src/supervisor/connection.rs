@@ -16,7 +16,7 @@ use std::thread::{Builder, JoinHandle};
 use guest::host::{AgentError, Exec};
 use guest::message::ExitRecord;
 
-use crate::frame::{Exit, Frame, MAX_PAYLOAD, STDIN_WINDOW, Size};
+use crate::frame::{Exit, Frame, MAX_PAYLOAD, STDIN_WINDOW, Size, Stage};
 
 /// Frames that wait for the client. Two pumps share it.
 const OUTPUT_QUEUE: usize = 4;
@@ -120,6 +120,11 @@ impl Connection {
             }
         }
         record
+    }
+
+    /// Tells the client how far something is. One that does not read is told less.
+    pub(super) fn tell(&self, stage: Stage) {
+        let _ = self.output.try_send(Frame::Progress(stage));
     }
 
     /// Sends the last frame, waits until the client has it or is gone, and ends the connection.

@@ -27,6 +27,8 @@ const FREEZE_PATIENCE: Duration = Duration::from_secs(10);
 pub(super) const THAW_PATIENCE: Duration = Duration::from_secs(120);
 /// How long a VMM may take to stop its vCPUs and finish what its disks are doing, or to start them again.
 const VMM_PATIENCE: Duration = Duration::from_secs(60);
+/// Between two looks how far something is.
+pub(super) const LOOK: Duration = Duration::from_millis(500);
 
 /// How long who needs the guest waits for one that is being saved.
 const PASSING_PATIENCE: Duration = Duration::from_secs(300);
@@ -240,8 +242,8 @@ impl Asked<'_> {
         self.wait_for_work(patience, || 0, of)
     }
 
-    /// Waits for the answer to something that may take long, for as long as it comes on: `progress` is another number whenever
-    /// `patience` has passed.
+    /// Waits for the answer to something that may take long, for as long as it comes on: `progress`, which is asked now and then, is
+    /// another number whenever `patience` has passed.
     pub(super) fn wait_for_work<T>(
         &self,
         patience: Duration,
@@ -251,17 +253,19 @@ impl Asked<'_> {
         let mut done = progress();
         let mut since = Instant::now();
         loop {
-            match self.answers.recv_timeout(patience.saturating_sub(since.elapsed())).map(&of) {
+            let left = patience.saturating_sub(since.elapsed());
+            match self.answers.recv_timeout(left.min(LOOK)).map(&of) {
                 Ok(Some(answer)) => return Ok(answer),
                 // To what was asked before, and not waited for any longer.
                 Ok(None) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err("its machine ended meanwhile".to_owned()),
                 Err(RecvTimeoutError::Timeout) => {
                     let now = progress();
-                    if now == done {
+                    if now != done {
+                        (done, since) = (now, Instant::now());
+                    } else if since.elapsed() >= patience {
                         return Err(format!("its VMM did not answer within {patience:?}"));
                     }
-                    (done, since) = (now, Instant::now());
                 }
             }
         }

@@ -18,10 +18,12 @@ use vmm_control::{Event, MAX_LAYERS, Request, Standstill};
 
 use super::Happening;
 use super::begin::{STREAMS, Streams};
+use super::epochs::LOOK;
 use super::layers::{self, own};
 use super::machine::open_plainly;
 use super::serve::Shared;
 use crate::clock;
+use crate::frame::Stage;
 use crate::store::RunDirectory;
 
 /// How long a VMM may take to write a machine's state and to copy itself.
@@ -94,13 +96,13 @@ impl Stops {
 }
 
 impl Shared {
-    /// Saves the machine and gives the snapshot's id. It then goes on, if it did before.
-    pub(super) fn save(&self, name: Option<&str>, manner: Manner) -> Result<String, Failed> {
+    /// Saves the machine and gives the snapshot's id. It then goes on, if it did before. `tell` hears how far it is.
+    pub(super) fn save(&self, name: Option<&str>, manner: Manner, tell: &dyn Fn(Stage)) -> Result<String, Failed> {
         let _turn = self.epochs.turn()?;
-        self.save_in_turn(name, manner)
+        self.save_in_turn(name, manner, tell)
     }
 
-    fn save_in_turn(&self, name: Option<&str>, manner: Manner) -> Result<String, Failed> {
+    fn save_in_turn(&self, name: Option<&str>, manner: Manner, tell: &dyn Fn(Stage)) -> Result<String, Failed> {
         // Nothing could go on from what has not begun.
         self.main_exec().ok_or("its command has not started yet; try again in a moment")?;
         let text = |error: snapshot::store::StoreError| error.to_string();
@@ -110,21 +112,33 @@ impl Shared {
         let was_paused = self.epochs.is_paused();
         let prepared = self.prepare(&snapshots, name)?;
         let (snapshot, went_on) = if manner == Manner::Live && !was_paused {
-            self.save_live(prepared)?
+            self.save_live(prepared, tell)?
         } else {
-            self.save_still(prepared, was_paused, manner == Manner::Ends)?
+            self.save_still(prepared, was_paused, manner == Manner::Ends, tell)?
         };
         // What was to end with its snapshot goes on without one, and is not left standing.
         let or_go_on = |why| if manner != Manner::Ends || was_paused { why } else { self.go_on_after(why) };
         let id = snapshot.id().to_owned();
-        snapshot.seal(&mut |_| ()).map_err(text).map_err(or_go_on)?;
+        let (mut done, mut told) = (0u64, Instant::now());
+        let sealed = snapshot.seal(&mut |bytes| {
+            done = done.saturating_add(bytes);
+            if told.elapsed() >= LOOK {
+                told = Instant::now();
+                tell(Stage::Hashing { done });
+            }
+        });
+        sealed.map_err(text).map_err(or_go_on)?;
         self.events.add("snapshot.saved", json!({ "snapshot": id }));
         went_on.map_err(|why| format!("saved as snapshot {id}, but {why}"))?;
         Ok(id)
     }
 
     /// Saves a machine that goes on while its memory is written: whether it did comes beside the snapshot.
-    fn save_live(&self, prepared: Prepared<'_>) -> Result<(Snapshot, Result<(), String>), Failed> {
+    fn save_live(
+        &self,
+        prepared: Prepared<'_>,
+        tell: &dyn Fn(Stage),
+    ) -> Result<(Snapshot, Result<(), String>), Failed> {
         let Prepared { pending, mut layer, files, network } = prepared;
         let [_, memory, ..] = &files;
         let room = self.epochs.make_room(&self.spec.machine, memory)?;
@@ -156,8 +170,8 @@ impl Shared {
         drop(passing);
         let stops = Stops { guest: Duration::from_nanos(parts.total()), workload: begun.elapsed(), parts: Some(parts) };
         self.events.add("snapshot.taken", stops.json(pending.id()));
-        let written =
-            asked.wait_for_work(WRITE_PATIENCE, || blocks_of(&files), of_the_save).and_then(|written| written);
+        let written = asked.wait_for_work(WRITE_PATIENCE, || self.written(&files, tell), of_the_save);
+        let written = written.and_then(|written| written);
         drop((asked, files));
         let snapshot = match written {
             Ok(()) => self.publish(pending, &streams, &layer),
@@ -186,6 +200,7 @@ impl Shared {
         prepared: Prepared<'_>,
         was_paused: bool,
         ends: bool,
+        tell: &dyn Fn(Stage),
     ) -> Result<(Snapshot, Result<(), String>), Failed> {
         let Prepared { pending, mut layer, files, network } = prepared;
         let begun = Instant::now();
@@ -198,7 +213,7 @@ impl Shared {
             let asked = self.epochs.begin_to_ask(&Request::Save, &files.each_ref().map(File::as_fd))?;
             // Until it is known that the disk does not go on in the new layer, it may.
             layer.used = true;
-            let written = asked.wait_for_work(WRITE_PATIENCE, || blocks_of(&files), of_the_save)?;
+            let written = asked.wait_for_work(WRITE_PATIENCE, || self.written(&files, tell), of_the_save)?;
             layer.used = written.is_ok();
             written
         });
@@ -234,7 +249,7 @@ impl Shared {
             }
             // One that stands still has been saved as it is, or can be.
             if !self.epochs.is_paused()
-                && let Err(why) = self.save(None, Manner::Live)
+                && let Err(why) = self.save(None, Manner::Live, &|_| ())
                 && !self.epochs.has_ended()
             {
                 self.events.add("snapshot.failed", json!({ "why": why }));
@@ -243,12 +258,20 @@ impl Shared {
     }
 
     /// Saves the machine, and ends the run's processes: it goes on from the snapshot.
-    pub(super) fn save_and_end(&self, name: Option<&str>) -> Result<String, Failed> {
+    pub(super) fn save_and_end(&self, name: Option<&str>, tell: &dyn Fn(Stage)) -> Result<String, Failed> {
         // Until the end is under way: resumed in between, it would run past what was saved.
         let _turn = self.epochs.turn()?;
-        let id = self.save_in_turn(name, Manner::Ends)?;
+        let id = self.save_in_turn(name, Manner::Ends, tell)?;
         self.tell_main(|done| Happening::Saved { snapshot: id.clone(), done })?;
         Ok(id)
+    }
+
+    /// How much of a save is in its files.
+    fn written(&self, files: &[File], tell: &dyn Fn(Stage)) -> u64 {
+        let blocks = |file: &File| file.metadata().map_or(0, |meta| meta.blocks());
+        let done = files.iter().map(blocks).fold(0, u64::saturating_add).saturating_mul(512);
+        tell(Stage::Writing { done, total: self.epochs.pages.own_memory().unwrap_or(0) });
+        done
     }
 
     /// Makes what the machine is about to be written to.
@@ -346,12 +369,6 @@ impl Shared {
         }
         Ok(snapshot)
     }
-}
-
-/// How much of a save is in its files.
-fn blocks_of(files: &[File]) -> u64 {
-    let blocks = |file: &File| file.metadata().map_or(0, |meta| meta.blocks());
-    files.iter().map(blocks).fold(0, u64::saturating_add)
 }
 
 /// What the VMM says of a save at its end.

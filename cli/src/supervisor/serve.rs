@@ -207,11 +207,12 @@ fn client(mut stream: UnixStream, shared: &Shared) {
         }
         Request::Pause { save: true, name } => {
             let note = |id| format!("run {}: paused, and saved as snapshot {id}", shared.spec.id);
-            answer(connection, shared, shared.save_and_end(name.as_deref()).map(note));
+            let saved = shared.save_and_end(name.as_deref(), &|stage| connection.tell(stage));
+            answer(connection, shared, saved.map(note));
         }
         Request::Snapshot { name, stop } => {
             let manner = if stop { Manner::Still } else { Manner::Live };
-            match shared.save(name.as_deref(), manner) {
+            match shared.save(name.as_deref(), manner, &|stage| connection.tell(stage)) {
                 Ok(id) => connection.result(format!("{id}\n").into_bytes()),
                 Err(error) => connection.refuse(format!("run {}: {error}", shared.spec.id)),
             }

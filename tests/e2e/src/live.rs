@@ -16,6 +16,7 @@ use crate::command::{Running, until};
 use crate::guest::{Guest, Recipe};
 use crate::machine::{check_file_system, flatten};
 use crate::processes::{self, stopped_writer};
+use crate::pty::Session;
 use crate::refusals::private_mounts;
 use crate::{Test, host};
 
@@ -171,7 +172,11 @@ fn a_snapshot_whose_writer_is_killed_fails_alone() {
     let before = left();
 
     // The next one works, and goes on.
-    bulkhead.output(&["snapshot", "create", "--name", "good", "box"]).expect(0);
+    let mut create = Session::start(&mut bulkhead.command(&["snapshot", "create", "--name", "good", "box"]));
+    let writer = stopped_writer(&bulkhead);
+    create.until("saving memory: ");
+    writer.send(Signal::CONT);
+    assert_eq!(create.finish(), 0);
     assert_eq!((list("full"), list("disk"), left()), (1, 2, before + 2));
     goes_on(&mut run);
     let mut copy = bulkhead.start(&["fork", "-q", "--name", "copy", "good"]);
