@@ -210,6 +210,10 @@ impl Joined {
             Tcp::SynReceived => return self.check_time(about, world),
             _ => {}
         }
+        // Before anything is added: what the guest took is made up for below.
+        if world.stack.socket(self.handle).send_queue() < self.pace.queued {
+            self.pace.down = world.now;
+        }
         if let Mode::Hello(_) | Mode::Ssh = self.mode {
             self.first_bytes(about, world)?;
         }
@@ -241,11 +245,10 @@ impl Joined {
     }
 
     fn note_pace(&mut self, world: &mut World<'_>) {
-        let queued = world.stack.socket(self.handle).send_queue();
-        if queued == 0 || queued < self.pace.queued {
+        self.pace.queued = world.stack.socket(self.handle).send_queue();
+        if self.pace.queued == 0 {
             self.pace.down = world.now;
         }
-        self.pace.queued = queued;
     }
 
     /// Until when something must have happened, and what it means if nothing did.

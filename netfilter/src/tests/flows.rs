@@ -328,6 +328,22 @@ fn row_22_a_guest_that_does_not_read_stops_the_other_side_and_is_ended() {
     assert_eq!(net.peer().1.closed, Some(true));
 }
 
+/// What it takes is made up for at once, so that as much waits for it afterwards as before.
+#[test]
+fn row_22_a_guest_that_reads_slowly_is_not_ended() {
+    let mut net = Net::new(RAW);
+    let flow = net.dial("raw.example.com", 7000);
+    net.answer(&vec![7; 64 << 20]);
+    for second in 0..180 {
+        let read = net.socket(flow).recv(|bytes| (bytes.len().min(200_000), bytes.len())).unwrap();
+        assert!(read > 0, "after {second} s");
+        net.settle();
+        net.pass(Duration::from_secs(1));
+        assert_eq!(cause(&mut net), None, "after {second} s");
+    }
+    assert_eq!(net.state(flow), State::Established);
+}
+
 #[test]
 fn row_107_a_slow_other_side_holds_the_guest_back() {
     let mut net = Net::new(RAW);

@@ -40,7 +40,7 @@ fn stamping(bulkhead: &Bulkhead) -> Running {
 }
 
 /// The numbers that it has printed.
-fn sweeps(printed: &str) -> Vec<u64> {
+pub(crate) fn sweeps(printed: &str) -> Vec<u64> {
     let whole = printed.rfind('\n').map_or("", |end| &printed[..end]);
     let sweeps: Vec<u64> = whole.lines().map(|line| line.parse().unwrap_or_else(|_| panic!("{line}"))).collect();
     assert!(sweeps.windows(2).all(|two| two[0] + 1 == two[1]), "{sweeps:?}");
@@ -48,7 +48,7 @@ fn sweeps(printed: &str) -> Vec<u64> {
 }
 
 /// Waits until it has got on.
-fn goes_on(run: &mut Running) {
+pub(crate) fn goes_on(run: &mut Running) {
     let now = *sweeps(&run.printed()).last().unwrap();
     run.until_printed(&format!("\n{}\n", now + 2));
 }

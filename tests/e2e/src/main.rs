@@ -10,6 +10,7 @@ mod calls;
 mod cli;
 mod command;
 mod costs;
+mod deaths;
 mod guest;
 mod host;
 #[allow(
@@ -91,6 +92,7 @@ fn main() -> ExitCode {
         machine::TESTS,
         snapshot::TESTS,
         costs::TESTS,
+        deaths::TESTS,
         run::TESTS,
         files::TESTS,
         epochs::TESTS,
