@@ -27,7 +27,7 @@ pub const FLOW_BURST: u64 = 128;
 pub const FAILED_DIALS_A_MINUTE: u64 = 100;
 
 /// How long a TLS hello may take, from the first byte that could have been sent.
-pub const HELLO: Duration = Duration::from_secs(5);
+pub const HELLO: Duration = Duration::from_secs(10);
 /// How long the first line of SSH may take, and a head of HTTP from its first byte.
 pub const HEAD: Duration = Duration::from_secs(10);
 /// How long nothing may be said on an HTTP connection.

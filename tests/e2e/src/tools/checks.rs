@@ -490,11 +490,16 @@ pub(super) const ALONE: &[Check] = &[
 pub(super) const SOAK: &[Check] = &[
     check("", "1 GiB down", "echo 1073741824 | nc raw.example.com 7002 | wc -c", &["1073741824\n"]),
     check("", "1 GiB up", "head -c 1073741824 /dev/zero | nc -N raw.example.com 7001", &["1073741824 0"]),
-    check("", "1 GB down over https", "page 'https://www.example.com/big?1000000000' | wc -c", &["1000000000\n"]),
+    check(
+        "",
+        "1 GB down over https",
+        "page --max-time 2400 'https://www.example.com/big?1000000000' | wc -c",
+        &["1000000000\n"],
+    ),
     check(
         "107",
         "a reader that sleeps",
-        "page 'https://www.example.com/big?200000000' | (sleep 20; wc -c)",
+        "page --max-time 1200 'https://www.example.com/big?200000000' | (sleep 20; wc -c)",
         &["200000000\n"],
     ),
     check(
