@@ -2,11 +2,14 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, BufWriter, IsTerminal};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use guest::message::printable;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, linkat};
+use rustix::io::Errno;
 use serde_json::{Value, json};
 use snapshot::store::{Depth, Snapshot, Snapshots, Status};
 
@@ -275,15 +278,40 @@ fn export(args: &Export) -> Result<u8, String> {
         return Ok(0);
     }
     let failed = |error: io::Error| format!("{}: {error}", args.file.display());
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&args.file).map_err(failed)?;
+    let (mut file, named) = create(&args.file).map_err(failed)?;
     let written =
         snapshots.export(&snapshot, BufWriter::new(&mut file), &mut progress).map_err(|error| error.to_string());
     let written = written.and_then(|()| file.sync_all().map_err(failed));
-    if written.is_err() {
+    match &written {
         // Half of it is of no use to anyone.
-        let _ = std::fs::remove_file(&args.file);
+        Err(_) if named => drop(std::fs::remove_file(&args.file)),
+        Ok(()) if !named => give_name(&file, &args.file).map_err(failed)?,
+        _ => {}
     }
     written.map(|()| 0)
+}
+
+/// Makes a file that is not there yet. It has no name until it is whole, if the file system can do that: then nothing is left of one
+/// whose writer is killed.
+fn create(path: &Path) -> io::Result<(File, bool)> {
+    if path.symlink_metadata().is_ok() {
+        return Err(Errno::EXIST.into());
+    }
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    match rustix::fs::open(directory, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(file) => Ok((file.into(), false)),
+        Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {
+            Ok((OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?, true))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Fails where the name has been given to something else meanwhile.
+fn give_name(file: &File, path: &Path) -> io::Result<()> {
+    let it = format!("/proc/self/fd/{}", file.as_raw_fd());
+    Ok(linkat(CWD, it, CWD, path, AtFlags::SYMLINK_FOLLOW)?)
 }
 
 fn import(args: &Import) -> Result<u8, String> {
