@@ -212,7 +212,7 @@ impl Joined {
         }
         // Before anything is added: what the guest took is made up for below.
         if world.stack.socket(self.handle).send_queue() < self.pace.queued {
-            self.pace.down = world.now;
+            (self.pace.down, self.pace.last) = (world.now, world.now);
         }
         if let Mode::Hello(_) | Mode::Ssh = self.mode {
             self.first_bytes(about, world)?;

@@ -344,6 +344,26 @@ fn row_22_a_guest_that_reads_slowly_is_not_ended() {
     assert_eq!(net.state(flow), State::Established);
 }
 
+/// Nor is one that has not come to the end yet when the other side has.
+#[test]
+fn row_22_a_guest_that_reads_slowly_gets_all_of_what_has_ended() {
+    let mut net = Net::new(RAW);
+    let flow = net.dial("raw.example.com", 7000);
+    let all = (1 << 20) + BUFFER / 2;
+    net.answer(&vec![7; all]);
+    net.hang_up();
+    let mut read = 0;
+    // Until what is left is with the guest.
+    for second in 0..200 {
+        read += net.socket(flow).recv(|bytes| (bytes.len().min(1500), bytes.len().min(1500))).unwrap();
+        net.settle();
+        net.pass(Duration::from_secs(1));
+        assert_eq!(cause(&mut net), None, "after {second} s");
+    }
+    assert_eq!(read + net.read(flow).len(), all);
+    assert_eq!(net.state(flow), State::CloseWait);
+}
+
 #[test]
 fn row_107_a_slow_other_side_holds_the_guest_back() {
     let mut net = Net::new(RAW);
