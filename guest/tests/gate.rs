@@ -13,7 +13,7 @@ use std::{
     fs,
     io::Write,
     os::unix::net::UnixStream,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     thread,
     time::{Duration, Instant},
 };
@@ -91,7 +91,8 @@ fn a_step_that_fails_keeps_it_stopped() {
 #[test]
 fn another_client_goes_on_where_the_first_one_was() {
     let machine = Machine::start();
-    let agent = machine.agent();
+    let line = machine.line();
+    let agent = machine.agent_of(&line);
     let input = noise(3_000_000);
     let (first, rest) = input.split_at(1_000_000);
     let exec = agent.exec(ExecSpec { stdin: true, ..ExecSpec::command("cat", vec!["cat".into()]) }).unwrap();
@@ -117,7 +118,8 @@ fn another_client_goes_on_where_the_first_one_was() {
     }
     let frozen = agent.freeze(PATIENCE).unwrap();
     let passed = exec.passed();
-    // The first client dies, as a supervisor does that is killed: without a word.
+    // The first client dies, as a supervisor does that is killed: without a word. Its threads live on here, and would come back.
+    line.gone.store(true, Ordering::Relaxed);
     std::mem::forget((agent, frozen, exec, pump));
 
     let dial: Arc<dyn Dial> = Arc::clone(&machine.dial) as _;

@@ -52,13 +52,21 @@ impl Machine {
             command.arg(cgroup);
         }
         let child = command.spawn().expect("start the agent");
-        let dial =
-            Arc::new(Line { socket, gone: AtomicBool::new(false), cut: AtomicU64::new(0), cuts: AtomicU64::new(0) });
+        let dial = Arc::new(Line::to(socket));
         Machine { child, dial, root, _directory: directory, cgroup }
     }
 
     pub fn agent(&self) -> Agent {
-        let dial: Arc<dyn Dial> = Arc::clone(&self.dial) as _;
+        self.agent_of(&self.dial)
+    }
+
+    /// Another way to the agent, which can go by itself.
+    pub fn line(&self) -> Arc<Line> {
+        Arc::new(Line::to(self.dial.socket.clone()))
+    }
+
+    pub fn agent_of(&self, line: &Arc<Line>) -> Agent {
+        let dial: Arc<dyn Dial> = Arc::clone(line) as _;
         let welcome = Welcome { epoch: 1, renew_identity: false, entropy: vec![7; 32], hostname: "box".into() };
         Agent::connect(dial, &welcome, Instant::now() + Duration::from_secs(20)).expect("connect to the agent")
     }
@@ -128,6 +136,12 @@ pub struct Line {
     pub gone: AtomicBool,
     cut: AtomicU64,
     cuts: AtomicU64,
+}
+
+impl Line {
+    fn to(socket: PathBuf) -> Self {
+        Self { socket, gone: AtomicBool::new(false), cut: AtomicU64::new(0), cuts: AtomicU64::new(0) }
+    }
 }
 
 impl Dial for Line {
