@@ -66,7 +66,7 @@ fn works(bulkhead: &Bulkhead, snapshot: &str) {
 
 fn at_any_moment_they_lose_nothing() {
     let (rounds, seed) =
-        (if host::soak() { 200 } else { 3 }, std::env::var("SEED").map_or(1, |seed| seed.parse().unwrap()));
+        (if host::soak() { 200 } else { 2 }, std::env::var("SEED").map_or(1, |seed| seed.parse().unwrap()));
     let mut random = Random(seed);
     let bulkhead = Bulkhead::new();
     let archive = bulkhead.home().join("archive");
