@@ -54,9 +54,12 @@ impl EventLoop {
         let taken = Instant::now();
         let writer = Writer::start(&job, &self.machine.made_of.memory)?;
         let forked = Instant::now();
-        // Nobody would hear of its end: it is left alone with its files, which nobody takes then.
-        epoll::add(&self.poll, &writer, epoll::EventData::new_u64(WRITER), epoll::EventFlags::IN)
-            .map_err(|error| SaveError::Watch(error.into()))?;
+        let watched = epoll::add(&self.poll, &writer, epoll::EventData::new_u64(WRITER), epoll::EventFlags::IN);
+        if let Err(error) = watched {
+            // Nobody would hear of its end, and another save would find it at work.
+            writer.wait();
+            return Err(SaveError::Watch(error.into()));
+        }
         self.writer = Some(writer);
         self.switch(disks);
         Ok((flushed, taken, forked))

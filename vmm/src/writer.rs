@@ -161,6 +161,12 @@ impl Writer {
         })
     }
 
+    /// Waits for its end.
+    pub(crate) fn wait(&self) {
+        // Whatever it was, nothing comes of it.
+        let _ = rustix::io::retry_on_intr(|| waitid(WaitId::PidFd(self.process.as_fd()), WaitIdOptions::EXITED));
+    }
+
     fn last_words(&self) -> WriterError {
         let number = self.report.get(PART);
         let part = Part::ALL.into_iter().find(|part| *part as u64 == number).unwrap_or(Part::Itself);

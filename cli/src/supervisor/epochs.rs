@@ -238,35 +238,29 @@ pub(super) struct Asked<'a> {
 
 impl Asked<'_> {
     /// Waits for the answer that `of` takes something from.
-    pub(super) fn wait<T>(&self, patience: Duration, of: impl Fn(Event) -> Option<T>) -> Result<T, String> {
-        self.wait_for_work(patience, || 0, of)
-    }
-
-    /// Waits for the answer to something that may take long, for as long as it comes on: `progress`, which is asked now and then, is
-    /// another number whenever `patience` has passed.
-    pub(super) fn wait_for_work<T>(
-        &self,
-        patience: Duration,
-        progress: impl Fn() -> u64,
-        of: impl Fn(Event) -> Option<T>,
-    ) -> Result<T, String> {
-        let mut done = progress();
-        let mut since = Instant::now();
+    fn wait<T>(&self, patience: Duration, of: impl Fn(Event) -> Option<T>) -> Result<T, String> {
+        let end = Instant::now().checked_add(patience);
+        let left = || end.map_or(patience, |end| end.saturating_duration_since(Instant::now()));
         loop {
-            let left = patience.saturating_sub(since.elapsed());
-            match self.answers.recv_timeout(left.min(LOOK)).map(&of) {
+            match self.answers.recv_timeout(left()).map(&of) {
                 Ok(Some(answer)) => return Ok(answer),
                 // To what was asked before, and not waited for any longer.
                 Ok(None) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err("its machine ended meanwhile".to_owned()),
-                Err(RecvTimeoutError::Timeout) => {
-                    let now = progress();
-                    if now != done {
-                        (done, since) = (now, Instant::now());
-                    } else if since.elapsed() >= patience {
-                        return Err(format!("its VMM did not answer within {patience:?}"));
-                    }
-                }
+                Err(RecvTimeoutError::Timeout) => return Err(format!("its VMM did not answer within {patience:?}")),
+            }
+        }
+    }
+
+    /// Waits for the answer to a save, for as long as the machine lives: whoever gave up would not know which layer the disk goes on
+    /// in, and would take a late answer for the next save's. `meanwhile` is called now and then.
+    pub(super) fn wait_for_save<T>(&self, meanwhile: impl Fn(), of: impl Fn(Event) -> Option<T>) -> Result<T, String> {
+        loop {
+            match self.answers.recv_timeout(LOOK).map(&of) {
+                Ok(Some(answer)) => return Ok(answer),
+                Ok(None) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err("its machine ended meanwhile".to_owned()),
+                Err(RecvTimeoutError::Timeout) => meanwhile(),
             }
         }
     }

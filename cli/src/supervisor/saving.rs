@@ -26,11 +26,6 @@ use crate::clock;
 use crate::frame::Stage;
 use crate::store::RunDirectory;
 
-/// How long a VMM may take to write a machine's state and to copy itself.
-const TAKE_PATIENCE: Duration = Duration::from_secs(300);
-/// How long it may write a machine's memory without any more of it being in the file.
-const WRITE_PATIENCE: Duration = Duration::from_secs(300);
-
 /// How the machine is saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Manner {
@@ -154,11 +149,14 @@ impl Shared {
             let asked = self.epochs.begin_to_ask(&Request::SaveLive, &files.each_ref().map(File::as_fd))?;
             // Until it is known that the disk does not go on in the new layer, it may.
             layer.used = true;
-            let taken = asked.wait(TAKE_PATIENCE, |event| match event {
-                Event::Taken(parts) => Some(Ok(parts)),
-                Event::SaveFailed { error } => Some(Err(printable(&error))),
-                _ => None,
-            })?;
+            let taken = asked.wait_for_save(
+                || (),
+                |event| match event {
+                    Event::Taken(parts) => Some(Ok(parts)),
+                    Event::SaveFailed { error } => Some(Err(printable(&error))),
+                    _ => None,
+                },
+            )?;
             layer.used = taken.is_ok();
             Ok((asked, taken?))
         });
@@ -170,7 +168,7 @@ impl Shared {
         drop(passing);
         let stops = Stops { guest: Duration::from_nanos(parts.total()), workload: begun.elapsed(), parts: Some(parts) };
         self.events.add("snapshot.taken", stops.json(pending.id()));
-        let written = asked.wait_for_work(WRITE_PATIENCE, || self.written(&files, tell), of_the_save);
+        let written = asked.wait_for_save(|| self.tell_written(&files, tell), of_the_save);
         let written = written.and_then(|written| written);
         drop((asked, files));
         let snapshot = match written {
@@ -213,7 +211,7 @@ impl Shared {
             let asked = self.epochs.begin_to_ask(&Request::Save, &files.each_ref().map(File::as_fd))?;
             // Until it is known that the disk does not go on in the new layer, it may.
             layer.used = true;
-            let written = asked.wait_for_work(WRITE_PATIENCE, || self.written(&files, tell), of_the_save)?;
+            let written = asked.wait_for_save(|| self.tell_written(&files, tell), of_the_save)?;
             layer.used = written.is_ok();
             written
         });
@@ -266,12 +264,11 @@ impl Shared {
         Ok(id)
     }
 
-    /// How much of a save is in its files.
-    fn written(&self, files: &[File], tell: &dyn Fn(Stage)) -> u64 {
+    /// Tells how much of the machine's state and memory is in their files.
+    fn tell_written(&self, files: &[File], tell: &dyn Fn(Stage)) {
         let blocks = |file: &File| file.metadata().map_or(0, |meta| meta.blocks());
-        let done = files.iter().map(blocks).fold(0, u64::saturating_add).saturating_mul(512);
-        tell(Stage::Writing { done, total: self.epochs.pages.own_memory().unwrap_or(0) });
-        done
+        let done = files.iter().take(2).map(blocks).fold(0, u64::saturating_add).saturating_mul(512);
+        tell(Stage::Writing { done, total: self.spec.machine.memory });
     }
 
     /// Makes what the machine is about to be written to.

@@ -63,17 +63,20 @@ impl MemoryLimit {
         // Written to `memory.max`, a limit below what is used kills when the page cache cannot be given up at once. `memory.high` never
         // does: it has the kernel take back until there is room for the other.
         self.write("memory.high", &(self.usual / 16).saturating_mul(15).to_string())?;
-        for _ in 0..LOWER_TRIES {
-            if number(&self.path, "memory.current").is_none_or(|used| used <= self.usual) {
-                break;
+        let fits = || number(&self.path, "memory.current").is_some_and(|used| used <= self.usual);
+        let fits = (0..LOWER_TRIES).any(|_| {
+            fits() || {
+                std::thread::sleep(LOWER_WAIT);
+                false
             }
-            std::thread::sleep(LOWER_WAIT);
-        }
-        if number(&self.path, "memory.current").is_some_and(|used| used <= self.usual) {
-            self.write("memory.max", &self.usual.to_string())?;
-        }
-        // With either limit: short of the lower one, a machine would be held up for good.
-        self.write("memory.high", "max")
+        });
+        // Where it stays too much, the other one is what holds it back.
+        let (lowered, high) = if fits {
+            (self.write("memory.max", &self.usual.to_string()), "max".to_owned())
+        } else {
+            (Ok(()), self.usual.to_string())
+        };
+        lowered.and(self.write("memory.high", &high))
     }
 
     fn write(&self, file: &str, text: &str) -> Result<(), CgroupError> {
